@@ -1,0 +1,98 @@
+"""Rotary position embedding, independent of the attention backend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Pairing = Literal["adjacent", "half"]
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def apply_rotary_emb(
+    x: torch.Tensor,
+    freqs_cis: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    *,
+    pairing: Pairing = "adjacent",
+) -> torch.Tensor:
+    """Rotate the first R elements of every head by the angles of its position; the others stay as they are.
+
+    Computes in float32 and rounds once. Differentiable in ``x``.
+
+    Args:
+        x: ``[..., H, D]`` float16, bfloat16 or float32, such as ``[T, H, D]`` or ``[B, L, H, D]``.
+        freqs_cis: ``[..., R/2, 2]`` float32 (cos, sin), leading dimensions those of x without H, or broadcastable to
+            them; or the pair (cos, sin), each ``[..., R/2]``. R is even and at most D.
+        pairing: elements that turn together: "adjacent" (2i, 2i + 1), "half" (i, i + R/2).
+
+    Returns:
+        A new tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: a dtype that is not supported.
+        ValueError: shapes that do not fit, or an unknown pairing.
+    """
+    if isinstance(freqs_cis, tuple):
+        freqs_cis = torch.stack(freqs_cis, dim=-1)
+    _check(x, freqs_cis)
+    if pairing == "adjacent":
+        rotate = _rotate_adjacent
+    elif pairing == "half":
+        rotate = _rotate_half
+    else:
+        raise ValueError(f"pairing: wanted 'adjacent' or 'half', got {pairing!r}")
+    rotary_dim = 2 * freqs_cis.shape[-2]
+    if rotary_dim == x.shape[-1]:
+        return rotate(x, freqs_cis)
+    return torch.cat((rotate(x[..., :rotary_dim], freqs_cis), x[..., rotary_dim:]), dim=-1)
+
+
+def _check(x: torch.Tensor, freqs_cis: torch.Tensor) -> None:
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x: wanted float16, bfloat16 or float32, got {x.dtype}")
+    if freqs_cis.dtype != torch.float32:
+        raise TypeError(
+            f"freqs_cis: wanted float32, got {freqs_cis.dtype}; keep the table in float32, low precision loses positions"
+        )
+    if freqs_cis.dim() < 2 or freqs_cis.shape[-1] != 2:
+        raise ValueError(
+            f"freqs_cis: wanted [..., rotary_dim / 2, 2] of (cos, sin), got {tuple(freqs_cis.shape)}"
+        )
+    if x.dim() < 2 or 2 * freqs_cis.shape[-2] > x.shape[-1]:
+        raise ValueError(
+            f"freqs_cis: wanted rotary_dim at most the head_dim of x, got {2 * freqs_cis.shape[-2]} for {tuple(x.shape)}"
+        )
+    leading, wanted = freqs_cis.shape[:-2], x.shape[:-2]
+    if leading != wanted and (
+        len(leading) > len(wanted)
+        or any(have not in (1, want) for have, want in zip(reversed(leading), reversed(wanted), strict=False))
+    ):
+        raise ValueError(
+            f"freqs_cis: wanted leading dimensions {tuple(wanted)} of x without heads, or broadcastable to them, "
+            f"got {tuple(leading)}"
+        )
+
+
+def _rotate_adjacent(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+    """A pair is a complex number, turned by one multiplication."""
+    turned = _as_complex(x.float().unflatten(-1, (freqs_cis.shape[-2], 2))) * _as_complex(
+        freqs_cis
+    ).unsqueeze(-2)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+def _rotate_half(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin) as (b, a) * (-sin, sin) + (a, b) * (cos, cos): two passes over x."""
+    cos, sin = freqs_cis.unsqueeze(-3).unbind(-1)
+    full = x.float()
+    first, second = full.chunk(2, dim=-1)
+    turned = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin, sin), dim=-1))
+    return turned.addcmul_(full, torch.cat((cos, cos), dim=-1)).to(x.dtype)
+
+
+def _as_complex(pairs: torch.Tensor) -> torch.Tensor:
+    """``[..., 2]`` seen as complex, copied only where its strides allow no such view."""
+    if pairs.stride(-1) != 1 or pairs.storage_offset() % 2 or any(s % 2 for s in pairs.stride()[:-1]):
+        pairs = pairs.contiguous()
+    return torch.view_as_complex(pairs)
