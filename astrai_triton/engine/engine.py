@@ -1,0 +1,363 @@
+"""The Python face of inference: prompts in, text out."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol, overload
+
+from astrai_triton.backend import current_backend
+from astrai_triton.cache import PagePool
+from astrai_triton.engine.params import SamplingParams
+from astrai_triton.engine.result import GenerateResult, TaskHandle, TokenEvent
+from astrai_triton.engine.runner import Model, ModelRunner
+from astrai_triton.engine.sampling import SamplingPipeline, check_vocab
+from astrai_triton.engine.scheduler import InferenceScheduler
+from astrai_triton.engine.stops import StopMatcher
+from astrai_triton.engine.task import Task, TextDecoder, select_stop_ids
+from astrai_triton.errors import ContextLengthError, PoolTooSmallError, TaskError
+
+
+class TextCodec(Protocol):
+    """What the engine asks of a tokenizer."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def detokenizer(self) -> TextDecoder: ...
+
+
+class InferenceEngine:
+    """Continuous batching behind a plain interface. Use as a context
+    manager.
+
+    Args:
+        model: the decoder (see ``runner.Model``).
+        tokenizer: text <-> ids.
+        max_batch_size: tasks that run at once.
+        max_seq_len: tokens of a task, prompt and answer together; None is the model's own limit.
+        page_size: tokens of a KV page (paged mode).
+        n_tokens: tokens of the KV pool; None is contiguous mode, ``max_batch_size * max_seq_len`` slots
+        without sharing.
+        prefix_cache: share complete pages between prompts with the same beginning (paged mode, ``page_size``
+        > 1).
+        max_step_tokens: rows of one step.
+        max_queue: tasks that may wait.
+        model_name: what clients see.
+        start: start the step loop; without it, call ``step`` yourself (tests, replays).
+
+    Raises:
+        ValueError: a size is out of range, or sizes contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: TextCodec,
+        *,
+        max_batch_size: int = 16,
+        max_seq_len: int | None = None,
+        page_size: int = 16,
+        n_tokens: int | None = None,
+        prefix_cache: bool = True,
+        max_step_tokens: int = 512,
+        max_queue: int = 256,
+        model_name: str = "astrai",
+        start: bool = True,
+    ) -> None:
+        config = model.config
+        if max_seq_len is None:
+            max_seq_len = config.max_seq_len
+        if not 1 <= max_seq_len <= config.max_seq_len:
+            raise ValueError(
+                f"max_seq_len: wanted 1 to {config.max_seq_len} (the model's), got {max_seq_len}"
+            )
+        least = max(max_batch_size, page_size if n_tokens is not None else 1)
+        if max_step_tokens < least:
+            raise ValueError(
+                f"max_step_tokens: wanted at least {least} (max_batch_size, page_size), got {max_step_tokens}"
+            )
+        if max_queue < 1:
+            raise ValueError(f"max_queue: wanted >= 1, got {max_queue}")
+        self.tokenizer = tokenizer
+        self.model = model
+        self.model_name = model_name
+        self.max_seq_len = max_seq_len
+        self.vocab_size = config.vocab_size
+        self.pool = PagePool(
+            n_layers=config.n_layers,
+            n_q_heads=config.n_q_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            max_step_tokens=max_step_tokens,
+            page_size=page_size,
+            n_tokens=n_tokens,
+            prefix_cache=prefix_cache,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._arrivals = itertools.count()
+        self._submitting = threading.Lock()
+        self._scheduler = InferenceScheduler(
+            ModelRunner(model, self.pool, SamplingPipeline()),
+            self.pool,
+            max_batch_size=max_batch_size,
+            max_step_tokens=max_step_tokens,
+            max_queue=max_queue,
+        )
+        if start:
+            self._scheduler.start()
+
+    def __enter__(self) -> InferenceEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the scheduler runs."""
+        return self._scheduler.is_alive
+
+    def room_for(self, prompt_len: int) -> int:
+        """Tokens that can be sampled after a prompt of ``prompt_len`` tokens.
+
+        Raises:
+            ContextLengthError: the prompt fills the context.
+            PoolTooSmallError: the prompt fills the KV pool.
+        """
+        if prompt_len >= self.max_seq_len:
+            raise ContextLengthError(prompt_len, self.max_seq_len)
+        if prompt_len >= self.pool.capacity_tokens:
+            raise PoolTooSmallError(prompt_len + 1, self.pool.capacity_tokens)
+        return self.pool.capacity_tokens - prompt_len
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        callback: Callable[[TokenEvent], None] | None = None,
+    ) -> TaskHandle:
+        """Queue one prompt. What can never run is refused here and now; what is accepted runs.
+
+        Args:
+            prompt_ids: at least one id in ``[0, vocab_size)``.
+            params: how to sample; None is the defaults.
+            request_id: name of the task in logs; None makes one.
+            salt: tasks of different salts share no cached prefix.
+            callback: called with each event in the scheduler's thread; what it raises ends this task.
+
+        Raises:
+            ValueError, TypeError: a bad prompt or parameter.
+            AdmissionError: too long (``ContextLengthError``), larger than the pool (``PoolTooSmallError``),
+            queue full
+                (``QueueFullError``) or engine not running (``EngineUnavailableError``).
+        """
+        params = params if params is not None else SamplingParams()
+        tokens = self._check_prompt(prompt_ids)
+        check_vocab(params, self.vocab_size)
+        room = self.room_for(len(tokens))
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > self.max_seq_len - len(tokens):
+            raise ContextLengthError(len(tokens) + max_tokens, self.max_seq_len)
+        if max_tokens > room:
+            raise PoolTooSmallError(len(tokens) + max_tokens, self.pool.capacity_tokens)
+        task_id = request_id if request_id is not None else uuid.uuid4().hex
+        handle = TaskHandle(task_id, len(tokens), params, lambda: self._scheduler.cancel(task))
+        task = Task(
+            handle=handle,
+            params=params,
+            prompt_len=len(tokens),
+            max_tokens=max_tokens,
+            tokens=tokens,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            stop_ids=select_stop_ids(params, self.tokenizer.stop_ids),
+            text_decoder=self.tokenizer.detokenizer(),
+            stops=StopMatcher(params.stop),
+            arrival=0,
+            salt=salt,
+            backend=current_backend(),
+            callback=callback,
+        )
+        # Arrival numbers and the queue must agree on the order.
+        with self._submitting:
+            task.arrival = next(self._arrivals)
+            self._scheduler.submit(task)
+        return handle
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
+        tokens = list(prompt_ids)
+        if not tokens:
+            raise ValueError("prompt_ids: wanted at least one token, got an empty prompt")
+        for token_id in tokens:
+            if type(token_id) is not int:
+                raise TypeError(f"prompt_ids: wanted ints, got {token_id!r} ({type(token_id).__name__})")
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            outside = next(token_id for token_id in tokens if not 0 <= token_id < self.vocab_size)
+            raise ValueError(f"prompt_ids: wanted ids in 0..{self.vocab_size - 1}, got {outside}")
+        return tokens
+
+    @overload
+    def generate(
+        self, prompt: str, stream: Literal[False] = ..., *, params: SamplingParams | None = ..., **fields: Any
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self, prompt: str, stream: Literal[True], *, params: SamplingParams | None = ..., **fields: Any
+    ) -> Iterator[str]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str],
+        stream: Literal[False] = ...,
+        *,
+        params: SamplingParams | None = ...,
+        **fields: Any,
+    ) -> list[str]: ...
+
+    @overload
+    def generate(
+        self, prompt: list[str], stream: Literal[True], *, params: SamplingParams | None = ..., **fields: Any
+    ) -> Iterator[tuple[int, str]]: ...
+
+    def generate(
+        self,
+        prompt: str | list[str],
+        stream: bool = False,
+        *,
+        params: SamplingParams | None = None,
+        **fields: Any,
+    ) -> str | list[str] | Iterator[str] | Iterator[tuple[int, str]]:
+        """Complete one prompt or several at once. The text is taken as it is: no chat template.
+
+        Args:
+            prompt: text, or a list of texts.
+            stream: return an iterator of pieces instead of whole answers.
+            params: how to sample; or give its fields as keywords (``temperature=0, max_tokens=64``).
+
+        Returns:
+            ``str`` for a text, ``list[str]`` for a list; streamed: iterators of ``str`` and of ``(index,
+            str)``.
+
+        Raises:
+            As ``submit``; ``TaskError`` where an answer that ended with an error is taken.
+        """
+        params = _merge_params(params, fields)
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        result = GenerateResult(len(prompts))
+        handles: list[TaskHandle] = []
+        try:
+            for i, text in enumerate(prompts):
+                handles.append(self._submit_text(text, params, _bind_index(result, i)))
+        except BaseException:
+            _cancel_all(handles)
+            raise
+        if stream:
+            pieces = _iterate(result, handles)
+            return (text for _, text in pieces) if isinstance(prompt, str) else pieces
+        try:
+            answers = result.wait_completion()
+        except BaseException:
+            _cancel_all(handles)
+            raise
+        return answers[0] if isinstance(prompt, str) else answers
+
+    async def generate_async(
+        self, prompt: str, *, params: SamplingParams | None = None, **fields: Any
+    ) -> AsyncIterator[str]:
+        """Complete one prompt and yield the pieces of the answer; leaving early cancels the task.
+
+        Raises:
+            As ``generate``.
+        """
+        handle = self._submit_text(prompt, _merge_params(params, fields), None)
+        try:
+            async for event in handle.events():
+                if event.text:
+                    yield event.text
+                if event.error is not None:
+                    raise TaskError(f"task {handle.id} failed: {event.error}") from event.error
+        finally:
+            handle.cancel()
+
+    def _submit_text(
+        self, text: str, params: SamplingParams, callback: Callable[[TokenEvent], None] | None
+    ) -> TaskHandle:
+        return self.submit(self.tokenizer.encode(text), params, callback=callback)
+
+    def step(self) -> None:
+        """Run one step in the calling thread; only for an engine made with ``start=False``."""
+        self._scheduler.step()
+
+    def get_stats(self) -> dict[str, int | float]:
+        """Counters and gauges of the engine; cheap, from any thread."""
+        pool = self.pool.stats()
+        stats = self._scheduler.stats
+        return {
+            "total_tasks": stats.total_tasks,
+            "total_tokens": stats.total_tokens,
+            "active_tasks": self._scheduler.num_active,
+            "waiting_queue": self._scheduler.num_waiting,
+            "pages_total": pool.total,
+            "pages_free": pool.free,
+            "pages_used": pool.owned,
+            "pages_cached": pool.cached,
+            "cache_hit_rate": pool.hits_tokens / max(1, pool.lookup_tokens),
+            "step_us": round(stats.step_us, 1),
+            "steps": stats.num_steps,
+            "preemptions": stats.num_preemptions,
+            "recomputed_tokens": stats.num_recomputed,
+        }
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuse new tasks and wait for the accepted ones; False when some remain after ``timeout_s``
+        seconds."""
+        return self._scheduler.drain(timeout_s)
+
+    def shutdown(self) -> None:
+        """Stop after the current step; open tasks end as cancelled. Does nothing the second time."""
+        self._scheduler.stop()
+
+
+def _merge_params(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
+    if params is not None and fields:
+        raise TypeError(
+            f"params: wanted either params or its fields, got both (params and {', '.join(fields)})"
+        )
+    return params if params is not None else SamplingParams(**fields)
+
+
+def _bind_index(result: GenerateResult, index: int) -> Callable[[TokenEvent], None]:
+    return lambda event: result.push(index, event)
+
+
+def _cancel_all(handles: Sequence[TaskHandle]) -> None:
+    for handle in handles:
+        handle.cancel()
+
+
+def _iterate(result: GenerateResult, handles: Sequence[TaskHandle]) -> Iterator[tuple[int, str]]:
+    try:
+        while True:
+            result.wait()
+            pieces = result.pop()
+            if not pieces and result.is_complete:
+                return
+            yield from pieces
+    finally:
+        _cancel_all(handles)

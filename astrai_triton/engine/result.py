@@ -1,0 +1,232 @@
+"""What comes back from a task: events, the handle that delivers them, and the collector behind
+``generate``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Literal
+
+import attrs
+
+from astrai_triton.engine.params import SamplingParams
+from astrai_triton.errors import EngineUnavailableError, TaskError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@attrs.frozen(kw_only=True)
+class TokenEvent:
+    """One sampled token, or the end of a task. The last event of a task, and no other, has a finish
+    reason."""
+
+    token_id: int | None = None
+    """None where the task ended without a new token (cancel, error, ``max_tokens=0``)."""
+    text: str = ""
+    """Whole characters this token released; never part of a stop string."""
+    logprob: float | None = None
+    """Natural log, of the distribution before penalties and temperature; None unless asked for."""
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    """The stop string that ended the answer."""
+    error: BaseException | None = None
+    """With finish reason ``error``."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    completion_tokens: int = 0
+    """Tokens sampled so far, the stop token included."""
+
+
+class TaskHandle:
+    """The caller's end of one task. Events are delivered exactly once, to one reader.
+
+    Safe to use from any thread; the asynchronous readers belong to one event loop.
+    """
+
+    def __init__(
+        self, task_id: str, prompt_len: int, params: SamplingParams, request_cancel: Callable[[], None]
+    ) -> None:
+        self.id = task_id
+        self.prompt_len = prompt_len
+        self.params = params
+        self.cached_tokens = 0
+        self._request_cancel = request_cancel
+        self._events: deque[TokenEvent] = deque()
+        self._has_started = False
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def cancel(self) -> None:
+        """End the task within one step; its last event says ``cancelled``. A finished task stays as it is."""
+        self._request_cancel()
+
+    def iter_events(self) -> Iterator[TokenEvent]:
+        """Yield events until the last one; blocks the thread in between."""
+        while True:
+            self._ready.wait()
+            self._ready.clear()
+            while self._events:
+                event = self._events.popleft()
+                yield event
+                if event.finish_reason is not None:
+                    return
+
+    async def events(self) -> AsyncIterator[TokenEvent]:
+        """Yield events until the last one. Leaving early does not cancel the task."""
+        async for batch in self.batches():
+            for event in batch:
+                yield event
+
+    async def batches(self) -> AsyncIterator[list[TokenEvent]]:
+        """Yield all events at hand, again and again, until the last one: a slow reader gets longer lists."""
+        while True:
+            await self._wait(lambda: bool(self._events))
+            batch = [self._events.popleft() for _ in range(len(self._events))]
+            yield batch
+            if batch[-1].finish_reason is not None:
+                return
+
+    async def started(self) -> None:
+        """Wait until prefill has begun, when ``cached_tokens`` is known.
+
+        Raises:
+            TaskError: the task ended with an error before that (its cause is the error itself).
+        """
+        await self._wait(lambda: self._has_started or bool(self._events))
+        if not self._has_started and self._events[0].finish_reason == "error":
+            raise TaskError(f"task {self.id} failed before it began") from self._events[0].error
+
+    async def _wait(self, is_ready: Callable[[], bool]) -> None:
+        # The loop is published before the queue is looked at: whoever posts after that look will wake this
+        # loop.
+        self._loop = asyncio.get_running_loop()
+        while not is_ready():
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def mark_started(self, cached_tokens: int) -> None:
+        """Scheduler: prefill begins now."""
+        self.cached_tokens = cached_tokens
+        self._has_started = True
+
+    def post(self, event: TokenEvent) -> None:
+        """Scheduler: append an event; ``wake_readers`` tells the reader."""
+        self._events.append(event)
+        self._ready.set()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _wake_all(handles: list[TaskHandle]) -> None:
+    for handle in handles:
+        handle._wake()
+
+
+def wake_readers(handles: Iterable[TaskHandle]) -> list[TaskHandle]:
+    """Wake the asynchronous readers of ``handles`` with one call per event loop.
+
+    Returns:
+        The handles whose event loop is closed: nobody will ever read them.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop, list[TaskHandle]] = {}
+    for handle in handles:
+        if handle._loop is not None:
+            by_loop.setdefault(handle._loop, []).append(handle)
+    orphans: list[TaskHandle] = []
+    for loop, waiting in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake_all, waiting)
+        except RuntimeError:
+            orphans.extend(waiting)
+    return orphans
+
+
+class GenerateResult:
+    """Collects the answers of one ``generate`` call.
+
+    Whole answers wait on a condition (``wait_completion``), streams on an event (``wait``, then ``pop``).
+
+    Args:
+        num_prompts: answers expected.
+        callback: called with each piece of text, in the scheduler's thread; what it raises ends that task.
+    """
+
+    def __init__(self, num_prompts: int, callback: Callable[[str], None] | None = None) -> None:
+        self._callback = callback
+        self._pieces: list[list[str]] = [[] for _ in range(num_prompts)]
+        self._unread: deque[tuple[int, str]] = deque()
+        self._errors: list[BaseException | None] = [None] * num_prompts
+        self._num_open = num_prompts
+        self._completed = threading.Condition()
+        self._readable = threading.Event()
+        if num_prompts == 0:
+            self._readable.set()
+
+    def push(self, index: int, event: TokenEvent) -> None:
+        """Take one event of answer ``index``; called in the scheduler's thread."""
+        if event.text:
+            if self._callback is not None:
+                self._callback(event.text)
+            self._pieces[index].append(event.text)
+            self._unread.append((index, event.text))
+        if event.finish_reason is not None:
+            error = event.error
+            if event.finish_reason == "cancelled":
+                # Nobody but the engine itself can cancel these: a shorter text must not pass for the answer.
+                error = EngineUnavailableError("the engine shut down before the answer was complete")
+            with self._completed:
+                self._errors[index] = error
+                self._num_open -= 1
+                self._completed.notify_all()
+        if event.text or event.finish_reason is not None:
+            self._readable.set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every answer has ended."""
+        return self._num_open == 0
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until there is text to ``pop`` or everything has ended; False on time-out."""
+        return self._readable.wait(timeout_s)
+
+    def pop(self) -> list[tuple[int, str]]:
+        """Take the pieces that arrived since the last call, as ``(answer index, text)``.
+
+        Raises:
+            TaskError: an answer ended with an error (its cause), once all text before it was taken.
+        """
+        self._readable.clear()
+        is_complete = self.is_complete
+        pieces = [self._unread.popleft() for _ in range(len(self._unread))]
+        if is_complete:
+            self._readable.set()
+            if not pieces:
+                self._raise_first_error()
+        return pieces
+
+    def wait_completion(self, timeout_s: float | None = None) -> list[str]:
+        """Block until every answer has ended and return them in the order of the prompts.
+
+        Raises:
+            TimeoutError: not within ``timeout_s`` seconds.
+            TaskError: an answer ended with an error (its cause).
+        """
+        with self._completed:
+            if not self._completed.wait_for(lambda: self._num_open == 0, timeout_s):
+                raise TimeoutError(f"{self._num_open} answers still open after {timeout_s} s")
+        self._raise_first_error()
+        return ["".join(pieces) for pieces in self._pieces]
+
+    def _raise_first_error(self) -> None:
+        for index, error in enumerate(self._errors):
+            if error is not None:
+                raise TaskError(f"answer {index} failed: {error}") from error

@@ -1,0 +1,128 @@
+"""Tasks in, sampled tokens out: builds the ragged batch of one forward and runs the model on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Protocol
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from astrai_triton.backend import attn_backend
+from astrai_triton.cache import Lease, PagePool
+from astrai_triton.engine.sampling import SampledToken, SamplingPipeline
+from astrai_triton.engine.task import Task
+from astrai_triton.kvcache import KVCache
+from astrai_triton.model import ModelConfig
+
+
+class Model(Protocol):
+    """What the engine asks of a model."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVCache,
+        logits_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """``token_ids [T]``, ``positions [T]``, ``logits_rows [R]`` int64 -> logits ``[R, vocab]``
+        float32."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Chunk:
+    """The next ``length`` tokens of a task, to be run through the model in this step."""
+
+    task: Task
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Tokens of the task in the cache once this chunk has run."""
+        return self.task.num_computed + self.length
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be sampled after this chunk."""
+        return self.end == len(self.task.tokens)
+
+
+class ModelRunner:
+    """Runs chunks of tasks through the model as one ragged forward and samples where a chunk reaches the end.
+
+    Args:
+        model: the decoder.
+        pool: owner of the KV cache.
+        sampler: the sampling pipeline.
+    """
+
+    def __init__(self, model: Model, pool: PagePool, sampler: SamplingPipeline) -> None:
+        self._model = model
+        self._pool = pool
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
+        """Forward ``chunks`` (all of one attention backend) and sample the next token of those that are last.
+
+        Every task must hold slots for ``chunk.end`` tokens. Advances no task: a call that raises can be
+        repeated.
+
+        Returns:
+            One sampled token per chunk with ``is_last``, in order.
+        """
+        leases: list[Lease] = []
+        for chunk in chunks:
+            if chunk.task.lease is None:
+                raise ValueError(
+                    f"chunks: wanted tasks that hold a lease, task {chunk.task.handle.id} has none"
+                )
+            leases.append(chunk.task.lease)
+        q_lens = [chunk.length for chunk in chunks]
+        kv_cache = self._pool.bind_tasks(leases, q_lens, [chunk.end for chunk in chunks])
+        token_ids, positions, last_rows = _pack_rows(chunks)
+        backend = chunks[0].task.backend
+        with attn_backend(backend) if backend is not None else nullcontext():
+            logits = self._model(
+                self._to_device(token_ids), self._to_device(positions), kv_cache, self._to_device(last_rows)
+            )
+        if not last_rows.size:
+            return []
+        return self._sampler(logits, [chunk.task.sample_row() for chunk in chunks if chunk.is_last])
+
+    def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._model.device)
+
+
+def _pack_rows(
+    chunks: Sequence[Chunk],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Token ids ``[T]``, positions ``[T]`` and the row of each last chunk's last token ``[R]``."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    last_rows: list[int] = []
+    for chunk in chunks:
+        start, end = chunk.task.num_computed, chunk.end
+        token_ids.extend(chunk.task.tokens[start:end])
+        positions.extend(range(start, end))
+        if chunk.is_last:
+            last_rows.append(len(token_ids) - 1)
+    return (
+        np.array(token_ids, dtype=np.int64),
+        np.array(positions, dtype=np.int64),
+        np.array(last_rows, dtype=np.int64),
+    )

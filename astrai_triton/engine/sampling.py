@@ -1,0 +1,271 @@
+"""The sampler: one token for every row of a batch, whatever mix of parameters the rows ask for."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import attrs
+import torch
+from torch import Tensor
+
+from astrai_triton.engine.candidates import MASS_ONE, MAX_SEARCHED, Candidates, take_largest
+from astrai_triton.engine.noise import uniform
+from astrai_triton.engine.params import SamplingParams, check_vocab
+from astrai_triton.engine.strategies import (
+    BaseSamplingStrategy,
+    LogitBiasStrategy,
+    MinPStrategy,
+    PenaltyStrategy,
+    TemperatureStrategy,
+    TopKStrategy,
+    TopPStrategy,
+)
+
+__all__ = [
+    "BaseSamplingStrategy",
+    "LogitBiasStrategy",
+    "MinPStrategy",
+    "PenaltyStrategy",
+    "SampleRow",
+    "SampledToken",
+    "SamplingPipeline",
+    "TemperatureStrategy",
+    "TopKStrategy",
+    "TopPStrategy",
+    "check_vocab",
+    "sample",
+]
+
+_NO_COUNTS: Mapping[int, int] = MappingProxyType({})
+
+
+@attrs.define(eq=False)
+class SampleRow:
+    """What the sampler must know of one task.
+
+    Attributes:
+        params: how to sample.
+        seed: any integer; the lowest 64 bits count.
+        position: index of the sampled token in the task's tokens. (seed, position) determines the noise.
+        counts: generated token id -> occurrences; read only when ``params`` has a penalty.
+        suppressed: ids that must not be drawn now, for ``min_tokens``.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    counts: Mapping[int, int] = _NO_COUNTS
+    suppressed: Sequence[int] = ()
+
+
+@attrs.frozen
+class SampledToken:
+    """One token drawn.
+
+    Attributes:
+        token_id: -1 when the row held NaN or +inf, or nothing above -inf.
+        logprob: natural log of its probability under the logits as they came in; None unless asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+
+
+class _Route(enum.Enum):
+    """What a row costs. Rows of one route are sampled together."""
+
+    LARGEST = enum.auto()  # Greedy: two argmax over blocks.
+    SEARCHED = enum.auto()  # A small top-k: all else happens on k columns.
+    SORTED = enum.auto()  # A large top-k, or top-p over the whole vocabulary.
+    FREE = enum.auto()  # The whole vocabulary but for min-p: nothing needs an order.
+
+
+class SamplingPipeline(BaseSamplingStrategy):
+    """Composes the steps of the sampler, and runs those that the tasks of an engine step ask for.
+
+    Args:
+        strategies: steps of :meth:`apply` and :meth:`draw`, in order. :meth:`__call__` applies them to each
+            batch, before the steps its rows ask for.
+    """
+
+    def __init__(self, strategies: Sequence[BaseSamplingStrategy] = ()) -> None:
+        self._strategies = tuple(strategies)
+
+    def narrow(self, candidates: Candidates) -> None:
+        """Run all steps."""
+        for strategy in self._strategies:
+            strategy.narrow(candidates)
+
+    def draw(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """Run all steps and draw one token a row.
+
+        Args:
+            logits: [B, V] floating point, not changed.
+            noise: [B] float64, each in [0, 1 - 2^-52] (see ``noise.uniform``).
+
+        Returns:
+            [B] int64; -1 for a row with NaN or +inf, or nothing above -inf. Nothing is read from the device.
+        """
+        candidates = Candidates(logits.float())
+        self.narrow(candidates)
+        ids = candidates.draw(noise.unsqueeze(1))
+        return _mark_invalid(ids, candidates.top())
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        """Sample the next token of each task.
+
+        Penalties, logit bias, suppressed ids, temperature, top-k, top-p, min-p, draw: in this order. The
+        result of a row is a function of its logits and its :class:`SampleRow` alone, bit for bit. Reads the
+        device once.
+
+        Args:
+            logits: [B, V] float32. Written to in between, but on return as it was.
+            rows: one for each row of logits.
+
+        Raises:
+            ValueError: as many rows as logits were wanted.
+        """
+        if logits.ndim != 2 or len(logits) != len(rows):
+            raise ValueError(
+                f"rows: wanted one for each row of logits {tuple(logits.shape)}, got {len(rows)}"
+            )
+        if not rows:
+            return []
+        if self._strategies:
+            logits = self.apply(logits)
+        edits = _edits(rows)
+        undo = [edit.edit_(logits) for edit in edits]
+        ids = _draw_rows(logits, rows)
+        for where, old in reversed(undo):
+            logits[where] = old
+        asked = [row_idx for row_idx, row in enumerate(rows) if row.params.logprobs]
+        if not asked:
+            return [SampledToken(token_id) for token_id in ids.tolist()]
+        # Ids are far below 2^53: exact as float64, so that one tensor carries both.
+        packed = torch.cat((ids.double(), _log_probabilities(logits, ids, asked))).tolist()
+        logprobs = dict(zip(asked, packed[len(rows) :], strict=True))
+        return [_with_logprob(int(packed[row_idx]), logprobs.get(row_idx)) for row_idx in range(len(rows))]
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+) -> Tensor:
+    """Draw one token for every row of logits, all with the same parameters.
+
+    Args:
+        logits: [B, V] floating point, not changed.
+        temperature: 0 to 2; below 1e-5 greedy.
+        top_k: 0 or -1 is off.
+        top_p: 0 to 1; 0 keeps one token.
+        min_p: 0 to 1.
+        seed: row i draws with noise (seed, i); None takes a seed from torch's global generator.
+
+    Returns:
+        [B] int64 on the device of ``logits``; -1 for a row with NaN or +inf, or nothing above -inf.
+
+    Raises:
+        TypeError, ValueError: a parameter of the wrong type or out of range, or logits that are not 2-D.
+    """
+    if logits.ndim != 2:
+        raise ValueError(f"logits: wanted [batch, vocabulary], got shape {tuple(logits.shape)}")
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    if seed is None:
+        # On the CPU: waits for no device.
+        seed = int(torch.randint(2**62, ()))
+    rows = [SampleRow(params, seed, position) for position in range(len(logits))]
+    return _draw_rows(logits.float(), rows)
+
+
+def _edits(rows: Sequence[SampleRow]) -> list[PenaltyStrategy | LogitBiasStrategy]:
+    """The steps that edit single logits, if any row asks for them."""
+    edits: list[PenaltyStrategy | LogitBiasStrategy] = []
+    counts = [row.counts if row.params.has_penalties else _NO_COUNTS for row in rows]
+    if any(counts):
+        params = [row.params for row in rows]
+        edits.append(
+            PenaltyStrategy(
+                counts,
+                [p.presence_penalty for p in params],
+                [p.frequency_penalty for p in params],
+                [p.repetition_penalty for p in params],
+            )
+        )
+    biases = [
+        {**row.params.logit_bias, **dict.fromkeys(row.suppressed, -math.inf)}
+        if row.suppressed
+        else row.params.logit_bias
+        for row in rows
+    ]
+    if any(biases):
+        edits.append(LogitBiasStrategy(biases))
+    return edits
+
+
+def _route(params: SamplingParams, vocab_size: int) -> _Route:
+    if params.is_greedy:
+        return _Route.LARGEST
+    has_top_k = 0 < params.top_k < vocab_size
+    if has_top_k and params.top_k <= MAX_SEARCHED:
+        return _Route.SEARCHED
+    return _Route.SORTED if has_top_k or params.top_p < 1.0 else _Route.FREE
+
+
+def _draw_rows(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """One id a row, [B] int64 or -1. A vectorised pass for each route taken, four at most; no device read."""
+    routes: dict[_Route, list[int]] = {}
+    for row_idx, row in enumerate(rows):
+        routes.setdefault(_route(row.params, logits.shape[1]), []).append(row_idx)
+    if len(routes) == 1:
+        return _draw_route(next(iter(routes)), logits, rows)
+    ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    for route, members in routes.items():
+        index = torch.tensor(members, device=logits.device)
+        ids[index] = _draw_route(route, logits.index_select(0, index), [rows[row_idx] for row_idx in members])
+    return ids
+
+
+def _draw_route(route: _Route, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """One id a row for rows of one route, [B] int64 or -1."""
+    if route is _Route.LARGEST:
+        ids, top = take_largest(logits)
+        return _mark_invalid(ids, top)
+    params = [row.params for row in rows]
+    steps: list[BaseSamplingStrategy] = []
+    if any(p.temperature != 1.0 for p in params):
+        steps.append(TemperatureStrategy([p.temperature for p in params]))
+    if route is not _Route.FREE:
+        steps.append(TopKStrategy([p.top_k for p in params]))
+    if any(p.top_p < 1.0 for p in params):
+        steps.append(TopPStrategy([p.top_p for p in params]))
+    if any(p.min_p > 0.0 for p in params):
+        steps.append(MinPStrategy([p.min_p for p in params]))
+    noise = torch.tensor([uniform(row.seed, row.position) for row in rows], dtype=torch.float64)
+    return SamplingPipeline(steps).draw(logits, noise.to(logits.device))
+
+
+def _mark_invalid(ids: Tensor, top: Tensor) -> Tensor:
+    """Ids [B] from a column, -1 where the row's largest logit is NaN or infinite."""
+    return torch.where(top.abs() < math.inf, ids, -1).squeeze(1)
+
+
+def _log_probabilities(logits: Tensor, ids: Tensor, asked: Sequence[int]) -> Tensor:
+    """Natural log of the probability of ids [B] in the rows ``asked``, [len(asked)] float64."""
+    if len(asked) < len(logits):
+        index = torch.tensor(asked, device=logits.device)
+        logits, ids = logits.index_select(0, index), ids.index_select(0, index)
+    candidates = Candidates(logits)
+    chosen = logits.gather(1, ids.clamp(min=0).unsqueeze(1)).double() - candidates.top().double()
+    return (chosen - (candidates.mass().sum(1, keepdim=True) / MASS_ONE).log_()).squeeze(1)
+
+
+def _with_logprob(token_id: int, logprob: float | None) -> SampledToken:
+    return SampledToken(token_id, logprob if token_id >= 0 else None)

@@ -1,0 +1,152 @@
+"""The life of one request inside the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import attrs
+
+from astrai_triton.backend import ATTN_BACKEND
+from astrai_triton.cache import Lease
+from astrai_triton.engine.params import SamplingParams
+from astrai_triton.engine.result import FinishReason, TaskHandle, TokenEvent
+from astrai_triton.engine.sampling import SampledToken, SampleRow
+from astrai_triton.engine.stops import StopMatcher
+from astrai_triton.errors import NonFiniteLogitsError
+
+
+class TextDecoder(Protocol):
+    """Turns a stream of token ids into whole characters."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+@attrs.define(eq=False, kw_only=True)
+class Task:
+    """One prompt, its answer so far, and what it holds. Only the scheduler's thread writes it,
+    ``is_cancelled`` apart."""
+
+    handle: TaskHandle
+    params: SamplingParams
+    prompt_len: int
+    max_tokens: int
+    tokens: list[int]
+    """Prompt, then every sampled token."""
+    seed: int
+    stop_ids: frozenset[int]
+    text_decoder: TextDecoder
+    stops: StopMatcher
+    arrival: int
+    """Order of submission; the youngest is preempted first."""
+    salt: str | None = None
+    backend: ATTN_BACKEND | None = None
+    """Attention backend in force where the task was submitted; None is automatic."""
+    callback: Callable[[TokenEvent], None] | None = None
+    lease: Lease | None = None
+    num_computed: int = 0
+    """Leading tokens whose K and V are in the cache."""
+    cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache at the first start."""
+    num_preempted: int = 0
+    num_lost: int = 0
+    """``num_computed`` when it was last preempted."""
+    started_at: float = 0.0
+    """``time.monotonic()`` of the first start."""
+    counts: dict[int, int] = attrs.field(factory=dict)
+    """Generated token -> occurrences; kept only where a penalty needs it."""
+    is_cancelled: bool = False
+    is_done: bool = False
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that must still pass through the model before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    def sample_row(self) -> SampleRow:
+        """What the sampler must know about this task's next token."""
+        needs_min = self.num_generated < self.params.min_tokens
+        return SampleRow(
+            params=self.params,
+            seed=self.seed,
+            position=len(self.tokens),
+            counts=self.counts,
+            suppressed=tuple(self.stop_ids) if needs_min else (),
+        )
+
+    def accept(self, sampled: SampledToken) -> TokenEvent:
+        """Append a sampled token and say what it released and whether the task ends with it."""
+        token_id = sampled.token_id
+        if token_id < 0:
+            return self.end("error", error=NonFiniteLogitsError("the model's logits are not finite"))
+        self.tokens.append(token_id)
+        self._count(token_id)
+        if token_id in self.stop_ids:
+            return self._finish(sampled, "stop", self.stops.push(self.text_decoder.flush()))
+        text = self.stops.push(self.text_decoder.push(token_id))
+        if self.stops.matched is not None:
+            return self._finish(sampled, "stop", text)
+        if self.num_generated >= self.max_tokens:
+            return self._finish(sampled, "length", text + self.stops.push(self.text_decoder.flush()))
+        return TokenEvent(
+            token_id=token_id,
+            text=text,
+            logprob=sampled.logprob,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.num_generated,
+        )
+
+    def _count(self, token_id: int) -> None:
+        params = self.params
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            self.counts[token_id] = self.counts.get(token_id, 0) + 1
+
+    def _finish(self, sampled: SampledToken, reason: FinishReason, text: str) -> TokenEvent:
+        # The bytes flushed at the end may complete a stop string.
+        if self.stops.matched is None:
+            text += self.stops.flush()
+        else:
+            reason = "stop"
+        return self.end(
+            reason,
+            text=text,
+            token_id=sampled.token_id,
+            logprob=sampled.logprob,
+            stop_string=self.stops.matched,
+        )
+
+    def end(
+        self,
+        reason: FinishReason,
+        *,
+        text: str = "",
+        token_id: int | None = None,
+        logprob: float | None = None,
+        stop_string: str | None = None,
+        error: BaseException | None = None,
+    ) -> TokenEvent:
+        """Mark the task as done and make its last event."""
+        self.is_done = True
+        return TokenEvent(
+            token_id=token_id,
+            text=text,
+            logprob=logprob,
+            finish_reason=reason,
+            stop_string=stop_string,
+            error=error,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.num_generated,
+        )
+
+
+def select_stop_ids(params: SamplingParams, model_stop_ids: frozenset[int]) -> frozenset[int]:
+    """Ids that end a task: the model's own, unless ignored, and the caller's."""
+    own: Sequence[int] = () if params.ignore_eos else tuple(model_stop_ids)
+    return frozenset((*own, *params.stop_token_ids))
