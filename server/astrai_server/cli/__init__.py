@@ -1,0 +1,38 @@
+"""The ``astrai`` command. One module per command; torch is imported only where a command needs it."""
+
+from __future__ import annotations
+
+import click
+
+from astrai_server.cli.check import check
+from astrai_server.cli.failure import OneLineGroup
+from astrai_server.cli.generate import generate
+from astrai_server.cli.info import find_version, info
+from astrai_server.cli.serve import serve
+
+__all__ = ["main"]
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        click.echo(f"astrai-triton {find_version('astrai-triton')}")
+        ctx.exit()
+
+
+@click.group(
+    cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version.",
+)
+def main() -> None:
+    """Serve language models and run them, on a GPU or on a CPU."""
+
+
+for _command in (serve, generate, check, info):
+    main.add_command(_command)

@@ -1,0 +1,49 @@
+"""How a command fails: one line and status 1; the traceback only for those who ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+_DEBUG = "astrai.debug"
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class OneLineGroup(click.Group):
+    """Turns whatever a command raises into one line on stderr and exit status 1.
+
+    Usage errors keep click's status 2. With ``--debug`` the exception goes on as it is, traceback and all.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if ctx.meta.get(_DEBUG):
+                raise
+            raise click.ClickException(describe_failure(error)) from error
+
+
+def describe_failure(error: Exception) -> str:
+    """The cause on one line; what is not one of our own errors is named by its type too."""
+    text = " ".join(str(error).split())
+    if type(error).__module__.startswith("astrai"):
+        return text
+    hint = "" if isinstance(error, OSError) else " (--debug shows the traceback)"
+    return f"{type(error).__name__}: {text}{hint}" if text else f"{type(error).__name__}{hint}"
+
+
+def debug_flag(command: _Command) -> _Command:
+    """Add ``--debug``."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        ctx.meta[_DEBUG] = value
+
+    return click.option(
+        "--debug", is_flag=True, expose_value=False, callback=remember, help="Show the traceback of an error."
+    )(command)

@@ -1,0 +1,136 @@
+"""From settings to a running engine: files, tokenizer, weights, KV pool."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from astrai_server.capacity import MIB, PoolPlan, plan_pool
+from astrai_server.config import Settings
+from astrai_server.device import Placement, free_bytes, place_model
+from astrai_triton import checkpoint
+from astrai_triton.checkpoint import Checkpoint
+from astrai_triton.checkpoint.resolve import home
+from astrai_triton.engine import InferenceEngine
+from astrai_triton.model import Decoder
+
+
+class Audience(Protocol):
+    """Who is told how the loading goes."""
+
+    def say(self, line: str) -> None:
+        """Hear one line of text."""
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Hear how far a phase is, in bytes."""
+
+
+def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
+    """Fetch the model's files if need be, load them and start an engine.
+
+    Says three lines: the model, how its weights are held, how large the KV pool is.
+
+    Args:
+        settings: ``server``, ``cache``, ``limits`` and ``api.model_name`` count.
+        audience: is told how it goes.
+
+    Raises:
+        ConfigError: the settings do not fit this model or this machine.
+        CheckpointError, TokenizerError, ChatTemplateError: the model's files cannot be used.
+    """
+    placement = place_model(settings.server)
+    model_files = open_model(settings.server.param_path, audience)
+    config = model_files.config
+    audience.say(
+        f"model    {model_files.name}: {config.arch}, {config.n_layers} layers, "
+        f"context {config.max_seq_len} tokens"
+    )
+    # Before the weights: a broken tokenizer should not cost the wait.
+    tokenizer = model_files.tokenizer
+    started = time.perf_counter()
+    decoder = _load_decoder(model_files, placement, audience)
+    audience.say(
+        f"weights  {model_files.num_tensors} tensors, {model_files.num_bytes / MIB:.0f} MiB loaded in "
+        f"{time.perf_counter() - started:.1f} s; {describe_placement(placement)}"
+    )
+    plan = plan_pool(settings, config, placement.dtype.itemsize, free_bytes(placement.device))
+    audience.say(f"KV pool  {describe_pool(plan, settings)}")
+    return InferenceEngine(
+        decoder,
+        tokenizer,
+        max_batch_size=settings.server.max_batch_size,
+        max_seq_len=plan.max_seq_len,
+        page_size=settings.cache.page_size,
+        n_tokens=plan.n_tokens if plan.is_paged else None,
+        prefix_cache=settings.cache.prefix_cache,
+        max_step_tokens=settings.limits.max_step_tokens,
+        max_queue=settings.limits.max_queue,
+        model_name=settings.api.model_name or model_files.name,
+    )
+
+
+def open_model(param_path: str, audience: Audience) -> Checkpoint:
+    """Bring the model's files here and read everything but the weights.
+
+    Raises:
+        CheckpointError: no such model, it cannot be fetched, or its files cannot be used.
+    """
+    path = checkpoint.resolve(param_path, progress=audience.progress)
+    # A file's own name may carry its quantisation; who asked by name should see that name.
+    name = None if os.path.exists(Path(param_path).expanduser()) else param_path
+    return checkpoint.open_checkpoint(path, name=name)
+
+
+def find_local(param_path: str) -> Path | None:
+    """The model's files if they are on this machine; fetches nothing.
+
+    Args:
+        param_path: as in the settings.
+
+    Returns:
+        What ``checkpoint.resolve`` would return, or None where it would have to fetch or to refuse.
+    """
+    path = Path(param_path).expanduser()
+    if os.path.exists(path):
+        return path
+    if param_path.lower() in (name.lower() for name in checkpoint.known_models()):
+        fetched = (home() / "models").glob(f"{checkpoint.DEFAULT_MODEL}*.gguf")
+        return next(iter(sorted(fetched)), None)
+    # Slow to import, and not needed for the default model.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(param_path, local_files_only=True))
+    except (OSError, ValueError):
+        # Not in the hub's cache, or no name of a repository.
+        return None
+
+
+def describe_placement(placement: Placement) -> str:
+    """Type, device and threads on one line."""
+    where = str(placement.device)
+    if placement.device.type == "cuda":
+        where = f"{torch.cuda.get_device_name(placement.device)} ({where})"
+    elif placement.device.type == "cpu":
+        where = f"cpu with {torch.get_num_threads()} threads"
+    return f"{placement.dtype_name} on {where}" + (f" ({placement.reason})" if placement.reason else "")
+
+
+def describe_pool(plan: PoolPlan, settings: Settings) -> str:
+    """Sizes of the pool on one line."""
+    size = f"{plan.n_tokens} tokens, {plan.num_mib:.0f} MiB ({plan.reason})"
+    if not plan.is_paged:
+        return f"{size}, contiguous, context {plan.max_seq_len}"
+    shares = settings.cache.prefix_cache and settings.cache.page_size > 1
+    prefixes = "prefix cache on" if shares else "no prefix cache"
+    return f"{size}, pages of {settings.cache.page_size}, {prefixes}, context {plan.max_seq_len}"
+
+
+def _load_decoder(model_files: Checkpoint, placement: Placement, audience: Audience) -> Decoder:
+    decoder = Decoder(model_files.config, dtype=placement.dtype, device=placement.device)
+    decoder.load_weights(model_files.tensors(audience.progress))
+    return decoder

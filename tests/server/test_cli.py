@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from click.testing import CliRunner, Result
+
+from astrai_server import loading, run
+from astrai_server.cli import main
+from astrai_server.config import Settings, list_options
+from astrai_server.terminal import LoadDisplay
+from astrai_triton.engine import InferenceEngine
+from fakes import ByteTokenizer, ScriptedModel, answer_script
+
+ANSWERS = {"<user>hello<assistant>": "Hällo there.\n", "<assistant>": "what?", "once": " upon a time"}
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASTRAI_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+
+
+def invoke(*args: str, **options: Any) -> Result:
+    return CliRunner().invoke(main, list(args), prog_name="astrai", **options)
+
+
+def assert_fails_with(result: Result, status: int, text: str) -> None:
+    """The cause is on one line, without a traceback."""
+    assert result.exit_code == status, result.output
+    assert text in result.stderr
+    assert "Traceback" not in result.output
+    if status == 1:
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+# The command as a whole
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["check"], ["info"]])
+def test_every_command_explains_itself(command: list[str]) -> None:
+    for flag in ("-h", "--help"):
+        result = invoke(*command, flag)
+        assert result.exit_code == 0
+        assert "Usage: astrai" in result.output
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from astrai_server.cli import main; main(['serve', '--help'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules or 'aiohttp' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_one_line() -> None:
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"astrai-triton (\d[\w.+]*|not installed)\n", result.output)
+
+
+def test_every_setting_that_has_a_flag_is_in_the_help_with_its_default() -> None:
+    text = " ".join(invoke("serve", "--help", terminal_width=300).output.split())
+    for option in list_options():
+        if option.has_flag:
+            assert f"{option.flag} " in text
+            assert option.doc in text
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["serv"], "No such command 'serv'"),
+        (["serve", "--prot", "1"], "No such option"),
+        (["serve", "--port", "x"], "Invalid value for '--port': wanted an integer from 0 to 65535, got 'x'"),
+        (["serve", "--port", "70000"], "wanted an integer from 0 to 65535, got 70000"),
+        (["serve", "--dtype", "bf16"], "wanted auto, float32, bfloat16 or float16, got 'bf16'"),
+        (["serve", "--n-tokens", "["], "wanted an integer from 1 to 2147483647 or null; not valid YAML"),
+        (["serve", "a", "--param-path", "b"], "server.param_path was given twice: 'a' and 'b'"),
+        (["generate"], "Missing argument 'PROMPT'"),
+        (["generate", "x", "--temperature", "3"], "3.0 is not in the range 0<=x<=2"),
+        (["generate", "x", "--raw", "--system", "y"], "--system needs the chat template"),
+        (["check", "a.yaml", "b.yaml"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage_is_status_2(args: list[str], text: str) -> None:
+    assert_fails_with(invoke(*args), 2, text)
+
+
+@pytest.mark.parametrize("command", [["serve", "-c"], ["generate", "x", "-c"], ["check"]])
+def test_a_wrong_configuration_is_one_line_and_status_1(command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("server:\n  prot: 1\n")
+    assert_fails_with(
+        invoke(*command, str(path)), 1, f"{path}:2: unknown key 'prot' in section 'server'; did you"
+    )
+
+
+def test_a_wrong_variable_is_one_line_and_status_1() -> None:
+    assert_fails_with(
+        invoke("check", env={"ASTRAI_SERVER__PORT": "x"}), 1, "ASTRAI_SERVER__PORT: server.port: wanted"
+    )
+
+
+def test_debug_lets_the_exception_through(tmp_path: Path) -> None:
+    result = invoke("check", "--debug", str(tmp_path / "none.yaml"))
+    assert result.exit_code == 1
+    assert type(result.exception).__name__ == "ConfigError"
+
+
+def test_an_unforeseen_error_is_one_line_that_names_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> None:
+        raise ZeroDivisionError("a\nb")
+
+    monkeypatch.setattr(loading, "load_engine", explode)
+    assert_fails_with(
+        invoke("generate", "x"), 1, "Error: ZeroDivisionError: a b (--debug shows the traceback)"
+    )
+
+
+# serve
+
+
+@attrs.define
+class ServerCall:
+    """What ``run_server`` was called with; plays the given part of a server's life."""
+
+    settings: Settings | None = None
+    urls: list[str] = attrs.field(factory=lambda: ["http://127.0.0.1:8000"])
+    status: int = 0
+
+    def __call__(
+        self, settings: Settings, load: Callable[[], Any], *, on_listening: Any, on_ready: Any
+    ) -> int:
+        self.settings = settings
+        on_listening(self.urls)
+        with load() as engine:
+            on_ready(engine)
+        return self.status
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, scripted_engine: list[Settings]) -> ServerCall:
+    call = ServerCall()
+    monkeypatch.setattr(run, "run_server", call)
+    return call
+
+
+@pytest.fixture
+def scripted_engine(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """Settings of every engine that was loaded; the engine is real, the model and the tokenizer are not."""
+    seen: list[Settings] = []
+
+    def load(settings: Settings, audience: LoadDisplay) -> InferenceEngine:
+        seen.append(settings)
+        audience.say("model    scripted")
+        return InferenceEngine(
+            ScriptedModel(answer_script(ANSWERS)),
+            ByteTokenizer(),
+            max_batch_size=settings.server.max_batch_size,
+            n_tokens=1600,
+            max_seq_len=100,
+            model_name="it's",
+        )
+
+    monkeypatch.setattr(loading, "load_engine", load)
+    return seen
+
+
+def test_flags_beat_variables_beat_the_file(server: ServerCall, tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("server:\n  port: 1\n  max_batch_size: 1\n  threads: 1\ncache:\n  n_tokens: 1600\n")
+    env = {"ASTRAI_SERVER__PORT": "2", "ASTRAI_SERVER__MAX_BATCH_SIZE": "2"}
+    args = [
+        "-c",
+        str(path),
+        "--port",
+        "3",
+        "--n-tokens",
+        "null",
+        "--no-prefix-cache",
+        "--usage-frame",
+        "seed",
+    ]
+    assert invoke("serve", "some/model", *args, env=env).exit_code == 0
+    assert server.settings is not None
+    seen = server.settings
+    assert (seen.server.port, seen.server.max_batch_size, seen.server.threads) == (3, 2, 1)
+    assert (seen.cache.n_tokens, seen.cache.prefix_cache) == (None, False)
+    assert (seen.server.param_path, seen.api.usage_frame) == ("some/model", "seed")
+
+
+def test_the_exit_status_is_the_servers(server: ServerCall) -> None:
+    assert invoke("serve").exit_code == 0
+    server.status = 1
+    assert invoke("serve").exit_code == 1
+
+
+def test_the_start_says_where_and_ends_with_a_command_to_try(server: ServerCall) -> None:
+    lines = invoke("serve").stderr.splitlines()
+    assert len(lines) < 12
+    assert lines[0] == "listens  http://127.0.0.1:8000"
+    assert "http://127.0.0.1:8000/v1/messages" in lines[-2]
+    word, command = lines[-1].split(maxsplit=1)
+    assert word == "try"
+    arguments = shlex.split(command)
+    assert arguments[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    body = json.loads(arguments[arguments.index("-d") + 1])
+    assert (body["model"], body["temperature"]) == ("it's", 0)
+
+
+@pytest.mark.parametrize("url", ["http://0.0.0.0:8000", "http://[::]:8000", "http://192.168.1.2:80"])
+def test_a_server_open_to_the_network_warns(server: ServerCall, url: str) -> None:
+    server.urls = [url]
+    text = invoke("serve").stderr
+    assert f"WARNING  {url} is open to the network and asks for no API key" in text
+    assert "curl http://0.0.0.0" not in text
+    assert "curl http://[::]" not in text
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://[::1]:8000"])
+def test_a_server_on_loopback_does_not_warn(server: ServerCall, url: str) -> None:
+    server.urls = [url]
+    assert "WARNING" not in invoke("serve").stderr
+
+
+def test_few_words_are_asked_for_with_the_log_level(server: ServerCall) -> None:
+    assert invoke("serve", "--log-level", "error").stderr == ""
+
+
+def test_a_port_in_use_is_one_line_and_status_1(scripted_engine: list[Settings]) -> None:
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = invoke("serve", "--port", str(port))
+    assert_fails_with(result, 1, f"cannot listen on 127.0.0.1:{port}: address already in use; choose another")
+    assert scripted_engine == []
+
+
+def test_a_host_that_does_not_exist_is_one_line_and_status_1(scripted_engine: list[Settings]) -> None:
+    assert_fails_with(
+        invoke("serve", "--host", "no.such.host.invalid"), 1, "cannot listen on no.such.host.invalid"
+    )
+
+
+def test_a_model_that_does_not_exist_ends_the_server_with_one_line() -> None:
+    result = invoke("serve", "no-such-model", "--port", "0", "--dtype", "float32", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "Error: no model 'no-such-model'" in result.stderr.splitlines()[-1]
+
+
+# generate
+
+
+def test_the_answer_is_on_stdout_and_the_statistics_on_stderr(scripted_engine: list[Settings]) -> None:
+    result = invoke("generate", "hello", "--temperature", "0")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Hällo there.\n\n"
+    assert re.search(
+        r"\[22 prompt tokens, 15 tokens, first after \d+ ms, then [\d.]+ tokens/s, finish stop\]",
+        result.stderr,
+    )
+    assert scripted_engine[0].server.max_batch_size == 1
+
+
+def test_quiet_leaves_stderr_empty(scripted_engine: list[Settings]) -> None:
+    result = invoke("generate", "hello", "-q", "--temperature", "0")
+    assert (result.stdout, result.stderr) == ("Hällo there.\n\n", "")
+
+
+def test_a_system_prompt_goes_first(scripted_engine: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    encode = ByteTokenizer.encode_chat
+
+    def spy(tokenizer: ByteTokenizer, messages: list[Any]) -> list[int]:
+        seen.extend(messages)
+        return encode(tokenizer, messages)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_chat", spy)
+    invoke("generate", "hello", "--system", "be kind")
+    assert seen == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+
+
+def test_a_raw_prompt_is_continued_without_the_template(scripted_engine: list[Settings]) -> None:
+    assert invoke("generate", "once", "--raw", "--temperature", "0").stdout == " upon a time\n"
+
+
+def test_a_dash_reads_the_prompt_from_stdin(scripted_engine: list[Settings]) -> None:
+    assert invoke("generate", "-", "--raw", "--temperature", "0", input="once").stdout == " upon a time\n"
+
+
+def test_length_and_stop_end_the_answer(scripted_engine: list[Settings]) -> None:
+    args = ["generate", "once", "--raw", "--temperature", "0"]
+    result = invoke(*args, "--max-tokens", "5")
+    assert result.stdout == " upon\n"
+    assert "finish length" in result.stderr
+    assert invoke(*args, "--stop", "time", "--stop", "x").stdout == " upon a \n"
+
+
+def test_more_tokens_than_the_context_has_room_for_are_not_an_error(scripted_engine: list[Settings]) -> None:
+    assert invoke("generate", "once", "--raw", "--max-tokens", "100000", "--temperature", "0").exit_code == 0
+
+
+def test_a_prompt_longer_than_the_context_is_one_line_and_status_1(scripted_engine: list[Settings]) -> None:
+    result = invoke("generate", "x" * 101, "--raw", "-q")
+    assert_fails_with(result, 1, "Error: maximum context length is 100 tokens")
+
+
+def test_a_model_without_a_chat_template_points_to_raw(
+    scripted_engine: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "chat_template", None)
+    assert_fails_with(invoke("generate", "hello", "-q"), 1, "it's has no chat template; use --raw")
+
+
+def test_an_error_in_the_engine_is_one_line_and_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    def load(settings: Settings, audience: LoadDisplay) -> InferenceEngine:
+        return InferenceEngine(ScriptedModel(on_forward=explode), ByteTokenizer(), max_seq_len=100)
+
+    monkeypatch.setattr(loading, "load_engine", load)
+    result = invoke("generate", "hello", "-q")
+    assert result.exit_code == 1
+    assert "out of memory" in result.stderr.splitlines()[-1]
+
+
+# check and info
+
+
+def rows_of(result: Result) -> dict[str, list[str]]:
+    assert result.exit_code == 0, result.output
+    return {line.split()[0]: re.split(r"\s{2,}", line) for line in result.stdout.splitlines() if line}
+
+
+def test_check_shows_every_setting_with_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("server:\n  device: cpu\n  dtype: float32\n")
+    rows = rows_of(invoke("check", str(path), "--port", "9", env={"ASTRAI_CACHE__PAGE_SIZE": "8"}))
+    for option in list_options():
+        assert len(rows[option.name]) == 3
+    assert rows["server.port"][1:] == ["9", "--port"]
+    assert rows["server.dtype"][1:] == ["'float32'", f"{path}:3"]
+    assert rows["cache.page_size"][1:] == ["8", "ASTRAI_CACHE__PAGE_SIZE"]
+    assert rows["server.threads"][1:] == ["null", "default"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "pool"),
+    [
+        ([], "depends on the model"),
+        (["--n-tokens", "1600"], "1600 tokens; bytes depend on the model"),
+        (["--cache-mode", "contiguous", "--max-seq-len", "100"], "1600 tokens; bytes depend on the model"),
+    ],
+)
+@pytest.mark.parametrize("model", ["SmolLM2-135M-Instruct", "some/model", "./none.gguf"])
+def test_check_fetches_nothing_and_says_what_is_missing(model: str, flags: list[str], pool: str) -> None:
+    result = invoke("check", "--param-path", model, "--device", "cpu", "--dtype", "float32", *flags)
+    assert result.exit_code == 0, result.output
+    assert f"{model} is not on this machine" in result.stdout
+    assert result.stdout.splitlines()[-1].split(maxsplit=2)[2] == pool
+
+
+@pytest.fixture
+def local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model on this machine, as far as its configuration goes."""
+    path = tmp_path / "m.gguf"
+    path.touch()
+
+    @attrs.frozen
+    class Files:
+        path: Path
+        config: Any
+
+    monkeypatch.setattr(
+        "astrai_triton.checkpoint.open_checkpoint", lambda path: Files(path, ScriptedModel().config)
+    )
+    return path
+
+
+def test_check_shows_what_the_pool_holds(local_model: Path) -> None:
+    flags = ["--device", "cpu", "--dtype", "float32", "--n-tokens", "6400", "--max-batch-size", "8"]
+    text = invoke("check", "--param-path", str(local_model), *flags).stdout
+    assert "KV            64 bytes per token" in text
+    assert "6400 tokens, 0 MiB (cache.n_tokens), pages of 16, prefix cache on, context 4096" in text
+    assert "8 of 512 tokens, 3 of 2048 tokens, 1 of 4096 tokens (at most max_batch_size=8" in text
+
+
+def test_check_refuses_what_serve_would_refuse(local_model: Path) -> None:
+    flags = ["--device", "cpu", "--dtype", "float32", "--max-seq-len", "5000"]
+    result = invoke("check", "--param-path", str(local_model), *flags)
+    assert_fails_with(result, 1, "server.max_seq_len: wanted at most 4096, the model's context, got 5000")
+
+
+def test_info_shows_versions_hardware_and_every_attention_backend(tmp_path: Path) -> None:
+    result = invoke("info")
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line for line in result.stdout.splitlines() if line}
+    assert sys.version.split()[0] in rows["Python"]
+    assert str(tmp_path / "home") in rows["cache"]
+    assert rows["torch_native"].endswith("available")
+    for name in ("triton", "cuda", "flash"):
+        assert "available" in next(
+            line for line in result.stdout.splitlines() if line.startswith(f"  {name} ")
+        )

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from astrai_server import loading
+from astrai_server.config import (
+    ApiSettings,
+    CacheSettings,
+    ConfigError,
+    LimitSettings,
+    ServerSettings,
+    Settings,
+)
+from astrai_triton.checkpoint import DEFAULT_MODEL
+from astrai_triton.errors import UnknownModelError
+from fakes import ByteTokenizer, ScriptedModel
+
+
+@attrs.define
+class Audience:
+    lines: list[str] = attrs.field(factory=list)
+    phases: list[tuple[str, int, int]] = attrs.field(factory=list)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        self.phases.append((phase, done, total))
+
+
+class Files:
+    """An open checkpoint without files."""
+
+    num_tensors = 7
+    num_bytes = 3 << 20
+    tokenizer = ByteTokenizer()
+    config = ScriptedModel().config
+
+    def __init__(self, path: Path, name: str | None) -> None:
+        self.path = path
+        self.name = name or path.stem
+
+    def tensors(self, progress: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        progress("loading weights", self.num_bytes, self.num_bytes)
+        yield "embed.weight", torch.zeros(1)
+
+
+class Decoder(ScriptedModel):
+    def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.dtype, self.device = dtype, device
+        self.weights: list[str] = []
+
+    def load_weights(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.weights = [name for name, _ in named]
+
+
+@pytest.fixture
+def audience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Audience:
+    """Loading without real files; the audience it talks to."""
+    monkeypatch.setattr(loading, "Decoder", Decoder)
+    monkeypatch.setattr(loading.checkpoint, "resolve", lambda name, progress: tmp_path / "some.Q4_1.gguf")
+    monkeypatch.setattr(loading.checkpoint, "open_checkpoint", Files)
+    return Audience()
+
+
+def make_settings(**sections: Any) -> Settings:
+    server = ServerSettings(
+        device="cpu", dtype="float32", param_path="some/model", **sections.pop("server", {})
+    )
+    return Settings(server=server, **sections)
+
+
+def test_the_engine_gets_every_size_from_the_settings(audience: Audience) -> None:
+    settings = make_settings(
+        server={"max_batch_size": 3, "max_seq_len": 100},
+        cache=CacheSettings(page_size=8, n_tokens=160),
+        limits=LimitSettings(max_step_tokens=64, max_queue=5),
+        api=ApiSettings(model_name="mine"),
+    )
+    with loading.load_engine(settings, audience) as engine:
+        assert (engine.max_seq_len, engine.model_name) == (100, "mine")
+        assert engine.get_stats()["pages_total"] == 20
+        assert engine.pool.capacity_tokens == 100
+        assert engine.model.weights == ["embed.weight"]  # type: ignore[attr-defined]
+
+
+def test_a_pool_of_open_size_is_computed_for_the_engine(audience: Audience) -> None:
+    with loading.load_engine(make_settings(server={"max_batch_size": 2}), audience) as engine:
+        assert engine.get_stats()["pages_total"] == 4096 // 16
+
+
+def test_contiguous_mode_reaches_the_engine(audience: Audience) -> None:
+    settings = make_settings(
+        server={"max_batch_size": 2, "max_seq_len": 64}, cache=CacheSettings(mode="contiguous")
+    )
+    with loading.load_engine(settings, audience) as engine:
+        assert engine.get_stats()["pages_total"] == 2
+
+
+def test_loading_says_model_weights_and_pool(audience: Audience) -> None:
+    with loading.load_engine(make_settings(), audience):
+        pass
+    assert [line.split("  ")[0] for line in audience.lines] == ["model", "weights", "KV pool"]
+    assert "some/model: llama, 1 layers, context 4096 tokens" in audience.lines[0]
+    assert "7 tensors, 3 MiB" in audience.lines[1]
+    assert "float32 on cpu" in audience.lines[1]
+    assert "32768 tokens, 2 MiB (16 requests x 2048), pages of 16, prefix cache on" in audience.lines[2]
+    assert audience.phases == [("loading weights", 3 << 20, 3 << 20)]
+
+
+def test_a_model_asked_for_by_name_keeps_that_name(audience: Audience) -> None:
+    with loading.load_engine(make_settings(), audience) as engine:
+        assert engine.model_name == "some/model"
+
+
+def test_a_model_asked_for_by_path_is_called_by_its_file(audience: Audience, tmp_path: Path) -> None:
+    (tmp_path / "some.Q4_1.gguf").touch()
+    assert loading.open_model(str(tmp_path / "some.Q4_1.gguf"), audience).name == "some.Q4_1"
+
+
+def test_settings_that_do_not_fit_the_model_are_refused(audience: Audience) -> None:
+    with pytest.raises(ConfigError, match=r"server\.max_seq_len: wanted at most 4096"):
+        loading.load_engine(make_settings(server={"max_seq_len": 5000}), audience)
+
+
+def test_a_model_nobody_knows_is_refused() -> None:
+    with pytest.raises(UnknownModelError, match="no model 'nonsense'"):
+        loading.open_model("nonsense", Audience())
+
+
+@pytest.mark.parametrize(
+    ("cache", "text"),
+    [
+        (CacheSettings(page_size=1), "pages of 1, no prefix cache"),
+        (CacheSettings(prefix_cache=False), "pages of 16, no prefix cache"),
+        (CacheSettings(mode="contiguous"), "contiguous, context 4096"),
+    ],
+)
+def test_a_pool_is_described_as_it_works(audience: Audience, cache: CacheSettings, text: str) -> None:
+    with loading.load_engine(make_settings(cache=cache), audience):
+        assert text in audience.lines[-1]
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("ASTRAI_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_a_path_is_local(home: Path, tmp_path: Path) -> None:
+    assert loading.find_local(str(tmp_path)) == tmp_path
+
+
+def test_a_known_model_is_local_once_its_file_is_there(home: Path) -> None:
+    assert loading.find_local(DEFAULT_MODEL) is None
+    file = home / "models" / f"{DEFAULT_MODEL}.Q4_1.gguf"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert loading.find_local(DEFAULT_MODEL.lower()) == file
+
+
+@pytest.mark.parametrize("name", ["nonsense", "some/model", "./none.gguf", "a/b/c", "x" * 500])
+def test_other_names_are_not_local(home: Path, name: str) -> None:
+    assert loading.find_local(name) is None
