@@ -146,8 +146,7 @@ class Workspace:
         row_array, kv_array = np.array(rows, dtype=np.intp), np.array(kv_lens, dtype=np.intp)
         _put(stage.plan, self._req_pool_indices, row_array)
         _put(stage.plan, self._seq_lens, kv_array)
-        # The sum cannot overflow: max_batch_size * max_seq_len is an int32.
-        stage.plan[self._kv_indptr.start] = 0
+        # The leading zero never changes. The sum cannot overflow: max_batch_size * max_seq_len is an int32.
         np.add.accumulate(kv_array, out=stage.plan[self._kv_indptr.start + 1 :][:batch])
         views = self._batch_views.get(batch) or self._view_batch(batch)
         if num_tokens == batch and q_lens.count(1) == batch:

@@ -19,10 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from astrai_triton.cache import Lease, PagePool, ReqToTokenPool, Workspace
 from astrai_triton.errors import OutOfPagesError, PageOwnershipError
 
-MAX_BATCH, MAX_SEQ_LEN, N_TOKENS = 4, 22, 48
+MAX_BATCH, MAX_SEQ_LEN, MAX_STEP_TOKENS = 4, 22, 50
 HEADS: dict[str, Any] = {"n_q_heads": 1, "n_kv_heads": 1, "head_dim": 1}
 TOKENS = st.integers(0, 1)
-SALTS = st.sampled_from([None, None, "a"])
+SALTS = st.sampled_from([None, None, None, "a"])
+# Prompts are cut from few texts, so that they share prefixes of all lengths.
+TEXTS = ([0] * 22, [0] * 4 + [1] * 18, [0] * 8 + [1] * 14, [1] * 22)
+PROMPTS = st.builds(lambda text, cut: text[:cut], st.sampled_from(TEXTS), st.integers(1, MAX_SEQ_LEN))
 
 
 def prefix_value(salt: str | None, tokens: list[int]) -> int:
@@ -45,7 +48,7 @@ def build_pool(page_size: int, n_tokens: int | None, prefix_cache: bool, staged:
         n_layers=1,
         max_batch_size=MAX_BATCH,
         max_seq_len=MAX_SEQ_LEN,
-        max_step_tokens=MAX_BATCH * MAX_SEQ_LEN,
+        max_step_tokens=MAX_STEP_TOKENS,
         page_size=page_size,
         n_tokens=n_tokens,
         prefix_cache=prefix_cache,
@@ -58,7 +61,11 @@ def build_pool(page_size: int, n_tokens: int | None, prefix_cache: bool, staged:
         if n_tokens is None:
             pool.req_to_token.fill_linear()
         pool.workspace = Workspace(
-            max_batch_size=MAX_BATCH, max_step_tokens=30, max_seq_len=MAX_SEQ_LEN, staged=True, **HEADS
+            max_batch_size=MAX_BATCH,
+            max_step_tokens=MAX_STEP_TOKENS,
+            max_seq_len=MAX_SEQ_LEN,
+            staged=True,
+            **HEADS,
         )
     return pool
 
@@ -66,7 +73,7 @@ def build_pool(page_size: int, n_tokens: int | None, prefix_cache: bool, staged:
 class PoolMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([4, 4, 2, 1]),
-        n_tokens=st.sampled_from([N_TOKENS, N_TOKENS, 24, None]),
+        n_tokens=st.sampled_from([80, 48, 24, None]),
         prefix_cache=st.sampled_from([True, True, True, False]),
         staged=st.booleans(),
     )
@@ -86,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
     def draw_task(self, data: st.DataObject) -> ModelTask:
         return data.draw(st.sampled_from(self.tasks))
 
-    @rule(prompt=st.lists(TOKENS, min_size=1, max_size=MAX_SEQ_LEN), salt=SALTS)
+    @rule(prompt=PROMPTS, salt=SALTS)
     def open(self, prompt: list[int], salt: str | None) -> None:
         before = self.pool.stats()
         lease = self.pool.open(prompt, salt)
@@ -114,39 +121,39 @@ class PoolMachine(RuleBasedStateMachine):
     def is_contiguous(self) -> bool:
         return not self.pool.is_paged
 
-    @precondition(lambda self: self.recorded)
-    @rule(data=st.data(), more=st.lists(TOKENS, min_size=1, max_size=6))
-    def open_like_a_recorded_one(self, data: st.DataObject, more: list[int]) -> None:
-        salt, prefix = data.draw(st.sampled_from(sorted(self.recorded, key=repr)))
-        self.open([*prefix, *more][:MAX_SEQ_LEN], salt)
+    @rule(prompt=PROMPTS, salt=SALTS, count=st.integers(2, 3))
+    def open_equal_ones(self, prompt: list[int], salt: str | None, count: int) -> None:
+        for _ in range(count):
+            self.open(prompt, salt)
 
     @precondition(lambda self: self.tasks)
-    @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
-        """One ragged step: chunks of prompts and single new tokens together."""
-        chosen = data.draw(st.permutations(self.tasks))[: data.draw(st.integers(1, len(self.tasks)))]
-        is_decode = data.draw(st.booleans())
+    @rule(data=st.data(), pace=st.sampled_from(["decode", "prefill", "prefill", "mixed"]))
+    def compute(self, data: st.DataObject, pace: str) -> None:
+        """One ragged step: chunks of prompts, single new tokens, or both."""
         steps: list[tuple[ModelTask, int]] = []
         num_rows = 0
-        for task in chosen:
+        for task in data.draw(st.permutations(self.tasks)):
             missing = len(task.tokens) - task.num_computed
             if not missing and len(task.tokens) < MAX_SEQ_LEN:
                 task.tokens.append(data.draw(TOKENS))
                 missing = 1
-            length = 1 if is_decode else data.draw(st.integers(0, missing))
-            length = min(length, missing, 30 - num_rows)
-            if (length or not is_decode) and self.extend(task, task.num_computed + length):
+            if pace == "decode" and not missing:
+                continue
+            length = {"decode": 1, "prefill": missing}.get(pace) or data.draw(st.integers(0, missing))
+            length = min(length, MAX_STEP_TOKENS - num_rows)
+            if self.extend(task, task.num_computed + length):
                 steps.append((task, length))
                 num_rows += length
-        leases = [task.lease for task, _ in steps]
+        self.forward(steps)
+
+    def forward(self, steps: list[tuple[ModelTask, int]]) -> None:
+        """Bind a step and write what a model would."""
         ends = [task.num_computed + length for task, length in steps]
-        cache = self.pool.bind_tasks(leases, [length for _, length in steps], ends)
+        cache = self.pool.bind_tasks([task.lease for task, _ in steps], [length for _, length in steps], ends)
         rows = [
-            (token, prefix_value(task.salt, task.tokens[: position + 1]))
-            for task, length in steps
-            for position, token in list(enumerate(task.tokens))[
-                task.num_computed : task.num_computed + length
-            ]
+            (task.tokens[position], prefix_value(task.salt, task.tokens[: position + 1]))
+            for (task, _), end in zip(steps, ends, strict=True)
+            for position in range(task.num_computed, end)
         ]
         loc = cache.out_cache_loc.long()
         assert (loc >= 0).all()
@@ -174,9 +181,10 @@ class PoolMachine(RuleBasedStateMachine):
         return False
 
     @precondition(lambda self: self.tasks)
-    @rule(data=st.data())
-    def record(self, data: st.DataObject) -> None:
-        self.record_task(self.draw_task(data))
+    @rule(data=st.data(), records_all=st.booleans())
+    def record(self, data: st.DataObject, records_all: bool) -> None:
+        for task in self.tasks if records_all else [self.draw_task(data)]:
+            self.record_task(task)
 
     def record_task(self, task: ModelTask) -> None:
         self.pool.record(task.lease, task.tokens[: task.num_computed])
@@ -211,6 +219,7 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(PageOwnershipError):
             self.pool.bind_tasks([task.lease], [1], [start + 1])
 
+    @precondition(lambda self: self.pool.stats().cached > 6)
     @rule()
     def reset_prefixes(self) -> None:
         self.pool.reset_prefixes()
