@@ -54,7 +54,7 @@ def attend_row(
     if not logits.numel():
         return v.new_zeros(v.shape[1]), -math.inf
     lse = torch.logsumexp(logits, dim=0)
-    return torch.exp(scores - lse) @ v, float(lse)
+    return torch.exp(scores - lse) @ v, lse.item()
 
 
 def attend_dense(

@@ -73,7 +73,7 @@ def start_server(log: Path, *flags: str, env: dict[str, str] | None = None) -> I
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | (env or {}),
+            env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | (env or {}),
         )
     server = Server(process, f"http://127.0.0.1:{port}", log)
     try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-import oracle
 import torch
 from hypothesis import strategies as st
 
+import oracle
+from astrai_triton.backend import AttentionCall
+from astrai_triton.backend.base import Forward
 from astrai_triton.kvcache import KVCache
 from astrai_triton.schedule import build_indptr, build_q_tiles
 
@@ -196,6 +198,67 @@ def build_packed(case: PackedCase, *, n_layers: int = 2) -> Tensors:
         attn_mask=torch.rand(num_scores, generator=generator) < 0.7 if case.has_mask else None,
         sinks=torch.randn(heads.q_heads, generator=generator) if case.has_sinks else None,
     )
+
+
+def packed_case(q_lens: Sequence[int], kv_lens: Sequence[int], **changes: object) -> PackedCase:
+    """A plain case of those lengths: float32, 3 query heads on each of 2 KV heads of 16, page 4, nothing special."""
+    plain = PackedCase(
+        heads=Heads(dtype=torch.float32, head_dim=16, value_dim=16, kv_heads=2, group=3),
+        q_lens=tuple(q_lens),
+        kv_lens=tuple(kv_lens),
+        page_size=4,
+        holes=0.0,
+        has_mask=False,
+        has_sinks=False,
+        options=oracle.Options(is_causal=True),
+        seed=0,
+    )
+    return attrs.evolve(plain, **changes)
+
+
+def make_call(case: PackedCase, tensors: Tensors, *, fwd: Forward, layer_id: int = 1) -> AttentionCall:
+    """The call of a packed case, for a backend's own entry points."""
+    options = case.options
+    return AttentionCall(
+        q=tensors.q,
+        k=tensors.k,
+        v=tensors.v,
+        kv_cache=tensors.cache,
+        layer_id=layer_id,
+        attn_mask=tensors.attn_mask,
+        is_causal=options.is_causal,
+        fwd=fwd,
+        softmax_scale=options.softmax_scale,
+        window_size=options.window_size,
+        softcap=options.softcap,
+        sinks=tensors.sinks,
+    )
+
+
+def expected_packed(case: PackedCase, tensors: Tensors, *, layer_id: int = 1) -> torch.Tensor:
+    """What the oracle gives for a packed case, float64 ``[T, Hq, Dv]``."""
+    cache = tensors.cache
+    slots = cache.out_cache_loc.tolist()
+    out, _ = oracle.attend_packed(
+        tensors.q,
+        oracle.write_rows(cache.k_buffer[layer_id], tensors.k, slots),
+        oracle.write_rows(cache.v_buffer[layer_id], tensors.v, slots),
+        cache.req_to_token,
+        cache.req_pool_indices.tolist(),
+        case.q_lens,
+        case.kv_lens,
+        case.options,
+        attn_mask=tensors.attn_mask,
+        sinks=tensors.sinks,
+    )
+    return out
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Within what the dtype of ``got`` can hold: float32 1e-5; the others a few units of their last place, since torch
+    also rounds the softmax weights to them."""
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[got.dtype]
+    torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)
 
 
 def random_table(

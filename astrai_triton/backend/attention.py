@@ -100,6 +100,11 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     q_heads, kv_heads = q.shape[-2], k.shape[-2]
     if kv_heads == 0 or q_heads % kv_heads:
         raise ValueError(f"q: wanted a multiple of {kv_heads} kv heads, got {q_heads} heads")
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        _check_strides(q, k, v)
+
+
+def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
             raise ValueError(

@@ -12,8 +12,12 @@ import attrs
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-_SCORE_BUDGET = 1 << 24
+SCORE_BUDGET = 1 << 24
 """Scores held at once by the float32 path (64 MiB each for scores and weights); longer calls go block by block."""
+
+
+KEY_BLOCK = 256
+"""Keys summed at once by the float32 path. BLAS splits longer sums by their length, and then bits depend on padding."""
 
 
 @attrs.frozen(eq=False)
@@ -23,9 +27,9 @@ class Visibility:
     keep: torch.Tensor | None = None
     """bool ``[B or 1, Lq or 1, L]``, True = keep."""
     bias: torch.Tensor | None = None
-    """``keep`` as 0 and -inf in the dtype of q, made once for all layers."""
+    """``[B or 1, 1, Lq or 1, L]``, ``keep`` as 0 and -inf in the dtype of q, made once for all layers."""
     empty: torch.Tensor | None = None
-    """bool ``[B or 1, Lq or 1]``, True where a row sees nothing; None when it is known that every row sees a key."""
+    """bool ``[B or 1, Lq or 1, 1, 1]``, True where a row sees nothing; None when it is known that every row sees a key."""
     causal: bool = False
     """As many rows as keys, each sees those up to its own; ``keep`` is None then."""
 
@@ -41,7 +45,7 @@ class Visibility:
         if keep is None:
             return cls()
         bias = torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, -torch.inf)
-        return cls(keep, bias, None if every_row_sees else ~keep.any(dim=-1))
+        return cls(keep, bias[:, None], None if every_row_sees else ~keep.any(dim=-1)[:, :, None, None])
 
 
 def geometry_keep(
@@ -173,7 +177,7 @@ def attend(
     else:
         out = _attend_fused(q, k, v, visible, softmax_scale)
     if visible.empty is not None:
-        out = out.masked_fill(visible.empty[:, :, None, None], 0)
+        out = out.masked_fill(visible.empty, 0)
     return out
 
 
@@ -182,9 +186,8 @@ def _attend_fused(
 ) -> torch.Tensor:
     """By scaled_dot_product_attention, sharing each KV head among its query heads without copying it where it can."""
     batch, q_len, q_heads, head_dim = q.shape
-    kv_heads, causal = k.shape[2], visible.causal
+    kv_heads, bias, causal = k.shape[2], visible.bias, visible.causal
     group = q_heads // kv_heads
-    bias = None if visible.bias is None else visible.bias[:, None]
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     if group == 1:
         out = scaled_dot_product_attention(q.transpose(1, 2), keys, values, bias, 0.0, causal, scale=scale)
@@ -231,12 +234,12 @@ def attend_stepwise(
     kv_heads, kv_len = k.shape[2], k.shape[1]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     rows = (q.float() * scale).unflatten(2, (kv_heads, q_heads // kv_heads)).permute(0, 2, 3, 1, 4)
-    keys, values = k.float().permute(0, 2, 3, 1), v.float().transpose(1, 2)
+    keys, values = _head_major(k).transpose(-1, -2), _head_major(v)
     keep = visible.keep
     if visible.causal:
         keep = torch.ones(1, q_len, kv_len, dtype=torch.bool, device=q.device).tril_()
     logits = None if sinks is None else sinks.float().view(kv_heads, -1, 1)
-    block = max(_SCORE_BUDGET // max(batch * q_heads * kv_len, 1), 1)
+    block = max(SCORE_BUDGET // max(batch * q_heads * kv_len, 1), 1)
     outs, lses = [], []
     for start in range(0, max(q_len, 1), block):
         some = keep if keep is None or keep.shape[1] == 1 else keep[:, start : start + block]
@@ -245,6 +248,14 @@ def attend_stepwise(
         lses.append(lse)
     out, lse = torch.cat(outs, dim=3), torch.cat(lses, dim=3)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3)
+
+
+def _head_major(x: torch.Tensor) -> torch.Tensor:
+    """``[B, L, Hkv, D]`` -> contiguous float32 ``[B, Hkv, L, D]``: BLAS takes 3 times as long over strided heads."""
+    heads = x.transpose(1, 2)
+    if heads.dtype == torch.float32:
+        return heads.contiguous()
+    return heads.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _softmax_block(
@@ -270,11 +281,15 @@ def _softmax_block(
         top = torch.maximum(top, sinks.detach())
     # A row without anything to weigh has no maximum; any finite number serves, since all its weights are 0.
     top = top.masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(scores - top[..., None])
-    total = weights.sum(dim=-1)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
+    weights = torch.exp(scores - top[..., None]).flatten(2, 3)
+    total = torch.zeros_like(top) if sinks is None else torch.exp(sinks - top)
+    out = torch.zeros(1, device=top.device)
+    for part, part_values in zip(
+        weights.split(KEY_BLOCK, dim=-1), values.split(KEY_BLOCK, dim=-2), strict=True
+    ):
+        total = total + part.sum(dim=-1).unflatten(2, (group, num_rows))
+        out = out + part @ part_values
     nothing = total == 0
     total = total.masked_fill(nothing, 1)
-    out = (weights.flatten(2, 3) @ values).unflatten(2, (group, num_rows)) / total[..., None]
+    out = out.unflatten(2, (group, num_rows)) / total[..., None]
     return out, (top + total.log()).masked_fill(nothing, -torch.inf)

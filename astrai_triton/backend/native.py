@@ -50,7 +50,7 @@ class TorchNativeBackend(AttentionBackend):
         plan = self._plans.plan(call.cache)
         k_layer, v_layer = call.store(plan.writes)
         reads = plan.decode_reads(call.window_size[0], call.attn_mask)
-        return _attend_reads(call, reads, call.q[:, None], k_layer, v_layer)[:, 0]
+        return _attend_reads(call, reads, call.q.unsqueeze(1), k_layer, v_layer).squeeze(1)
 
     def fwd_prefill(self, call: AttentionCall) -> torch.Tensor:
         """As ``AttentionBackend.fwd_prefill``."""
@@ -70,7 +70,6 @@ def _attend_reads(
     call: AttentionCall, reads: Reads, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
 ) -> torch.Tensor:
     """q ``[batch, q_len, Hq, D]`` over the gathered keys -> ``[batch, q_len, Hq, Dv]``."""
-    shape = (reads.batch, reads.width)
-    keys = k_layer.index_select(0, reads.slots).unflatten(0, shape)
-    values = v_layer.index_select(0, reads.slots).unflatten(0, shape)
+    keys = k_layer.index_select(0, reads.slots).view(reads.batch, reads.width, *k_layer.shape[1:])
+    values = v_layer.index_select(0, reads.slots).view(reads.batch, reads.width, *v_layer.shape[1:])
     return attend(q, keys, values, reads.visible, call.softmax_scale, call.softcap, call.sinks)

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import attrs
 import torch
 
-from astrai_triton.backend.dense import Visibility, first_visible, geometry_keep
+from astrai_triton.backend.dense import KEY_BLOCK, Visibility, first_visible, geometry_keep
 from astrai_triton.backend.slots import SlotTable
 from astrai_triton.kvcache import KVCache
 
 _VECTOR = 16
-_GEMM_BLOCK = 256
 
 
 def padded_width(num_keys: int) -> int:
@@ -22,7 +21,7 @@ def padded_width(num_keys: int) -> int:
     Masked keys at the end add exact zeros, so a request's bits are the same under every width for which torch sums in
     the same order: whole vectors, and beyond 256 keys whole blocks, since BLAS splits longer sums as it sees fit.
     """
-    step = _VECTOR if num_keys <= _GEMM_BLOCK else _GEMM_BLOCK
+    step = _VECTOR if num_keys <= KEY_BLOCK else KEY_BLOCK
     return -(-num_keys // step) * step
 
 

@@ -34,7 +34,12 @@ def apply_rotary_emb(
         ValueError: shapes that do not fit, or an unknown pairing.
     """
     if isinstance(freqs_cis, tuple):
-        freqs_cis = torch.stack(freqs_cis, dim=-1)
+        cos, sin = freqs_cis
+        if cos.shape != sin.shape:
+            raise ValueError(
+                f"cos, sin: wanted the same shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+            )
+        freqs_cis = torch.stack((cos, sin), dim=-1)
     _check(x, freqs_cis)
     if pairing == "adjacent":
         rotate = _rotate_adjacent

@@ -28,7 +28,11 @@ _NOT_BUILT: Mapping[ATTN_BACKEND, str] = MappingProxyType(
         ATTN_BACKEND.CUDA: "this version of astrai_triton has no CUDA reference kernels",
     }
 )
-_AUTOMATIC_ORDER = (ATTN_BACKEND.TRITON, ATTN_BACKEND.FLASH, ATTN_BACKEND.TORCH_NATIVE)
+_AUTOMATIC = tuple(
+    _BACKENDS[kind]
+    for kind in (ATTN_BACKEND.TRITON, ATTN_BACKEND.FLASH, ATTN_BACKEND.TORCH_NATIVE)
+    if kind in _BACKENDS
+)
 _BY_NAME: Mapping[str, ATTN_BACKEND] = MappingProxyType({backend.value: backend for backend in ATTN_BACKEND})
 
 _chosen: ContextVar[ATTN_BACKEND | None] = ContextVar("astrai_attn_backend", default=None)
@@ -101,24 +105,24 @@ def select(call: AttentionCall) -> AttentionBackend:
         UnsupportedCallError: the explicit choice cannot run the call, or in automatic order none can.
     """
     chosen = current_backend()
-    if chosen is not None:
-        reason = _refusal(chosen, call)
-        if reason is not None:
-            raise UnsupportedCallError(chosen.value, reason)
-        return _BACKENDS[chosen]
+    if chosen is None:
+        return _first_able(call)
+    reason = _unavailable(chosen) or _BACKENDS[chosen].why_not(call)
+    if reason is not None:
+        raise UnsupportedCallError(chosen.value, reason)
+    return _BACKENDS[chosen]
+
+
+def _first_able(call: AttentionCall) -> AttentionBackend:
     refusals = []
-    for kind in _AUTOMATIC_ORDER:
-        reason = _refusal(kind, call)
+    for backend in _AUTOMATIC:
+        reason = backend.unavailable() or backend.why_not(call)
         if reason is None:
-            return _BACKENDS[kind]
-        refusals.append(f"{kind.value}: {reason}")
+            return backend
+        refusals.append(f"{backend.name.value}: {reason}")
     raise UnsupportedCallError("automatic", "; ".join(refusals))
 
 
 def _unavailable(kind: ATTN_BACKEND) -> str | None:
     backend = _BACKENDS.get(kind)
     return _NOT_BUILT[kind] if backend is None else backend.unavailable()
-
-
-def _refusal(kind: ATTN_BACKEND, call: AttentionCall) -> str | None:
-    return _unavailable(kind) or _BACKENDS[kind].why_not(call)

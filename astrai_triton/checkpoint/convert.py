@@ -72,13 +72,17 @@ def drop_tied_head(config: ModelConfig, named: NamedTensors) -> Iterator[tuple[s
     for name, tensor in named:
         if config.tie_embeddings and name in ("embed.weight", "lm_head.weight"):
             tied[name] = tensor
-            if len(tied) == 2 and not torch.equal(tied["embed.weight"], tied["lm_head.weight"]):
+            if len(tied) == 2 and not _equal(*tied.values()):
                 raise WeightsMismatchError(
                     "lm_head.weight: the config says it is tied to the embedding (tie_word_embeddings), "
                     "but it holds other values; set tie_word_embeddings to false to use it"
                 )
         if not (config.tie_embeddings and name == "lm_head.weight"):
             yield name, tensor
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)
 
 
 def permute_heads(

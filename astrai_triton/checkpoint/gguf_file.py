@@ -8,6 +8,7 @@ strings has to load in well under a second; block formats and their sizes come f
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from pathlib import Path
 from typing import Any
@@ -87,15 +88,18 @@ class GgufFile:
         size = path.stat().st_size
         with path.open("rb") as file:
             magic = file.read(4)
-        if magic != _MAGIC:
-            raise CorruptFileError(f"{path}: not a GGUF file (it begins with {magic!r}, wanted {_MAGIC!r})")
-        if size < 24:
-            raise CorruptFileError(
-                f"{path}: truncated: {size} bytes cannot hold a GGUF header; fetch it again"
-            )
-        # Copy-on-write: torch wants writable memory, and nothing must reach the file.
-        self._bytes: _Bytes = np.memmap(path, dtype=np.uint8, mode="c")
-        cursor = _Cursor(self._bytes.data, path)
+            if magic != _MAGIC:
+                raise CorruptFileError(
+                    f"{path}: not a GGUF file (it begins with {magic!r}, wanted {_MAGIC!r})"
+                )
+            if size < 24:
+                raise CorruptFileError(
+                    f"{path}: truncated: {size} bytes cannot hold a GGUF header; fetch it again"
+                )
+            # Copy-on-write: torch wants writable memory, and nothing must reach the file.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._bytes: _Bytes = np.frombuffer(mapped, np.uint8)
+        cursor = _Cursor(mapped, path)
         cursor.offset = 4
         _check_version(cursor)
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
@@ -164,7 +168,7 @@ def _check_version(cursor: _Cursor) -> None:
 class _Cursor:
     """Reads the header from front to back and never past the end of the file."""
 
-    def __init__(self, view: memoryview, path: Path) -> None:
+    def __init__(self, view: mmap.mmap, path: Path) -> None:
         self.view = view
         self.path = path
         self.offset = 0
@@ -190,9 +194,29 @@ class _Cursor:
         length = self.scalar("Q")
         start = self.take(length)
         try:
-            return str(self.view[start : start + length], "utf-8")
+            return self.view[start : start + length].decode("utf-8")
         except UnicodeDecodeError as error:
             raise CorruptFileError(f"{self.path}: the text at byte {start} is not UTF-8: {error}") from error
+
+    def strings(self, count: int) -> list[str]:
+        """``count`` times ``string``, unrolled: vocabularies are what makes a header long."""
+        view, end, start = self.view, len(self.view), self.offset
+        read_length = struct.Struct("<Q").unpack_from
+        strings = []
+        try:
+            for _ in range(count):
+                stop = start + 8 + (read_length(view, start)[0] if start <= end - 8 else end)
+                if stop > end:
+                    raise CorruptFileError(
+                        f"{self.path}: truncated: the text at byte {start} ends past the file's {end} bytes; "
+                        "fetch it again"
+                    )
+                strings.append(view[start + 8 : stop].decode("utf-8"))
+                start = stop
+        except UnicodeDecodeError as error:
+            raise CorruptFileError(f"{self.path}: the text at byte {start} is not UTF-8: {error}") from error
+        self.offset = start
+        return strings
 
     def metadata(self, count: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -212,7 +236,7 @@ class _Cursor:
 
     def array(self, kind: int, count: int, key: str) -> list[Any]:
         if kind == _STRING:
-            return [self.string() for _ in range(count)]
+            return self.strings(count)
         code = self.code(kind, key)
         start = self.take(count * struct.calcsize("<" + code))
         return list(struct.unpack_from(f"<{count}{code}", self.view, start))

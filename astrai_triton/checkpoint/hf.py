@@ -103,7 +103,8 @@ class HfModel:
         """
         config = parse_config(read_config(directory), str(directory / "config.json"))
         shards = _find_shards(directory)
-        num_tensors = num_bytes = 0
+        names: set[str] = set()
+        num_bytes = 0
         for shard, expected in shards.items():
             sizes = _read_sizes(shard)
             missing = expected - sizes.keys()
@@ -112,9 +113,12 @@ class HfModel:
                     f"{directory / _INDEX}: says that {shard.name} holds {min(missing)!r}, "
                     "which it does not; fetch the checkpoint again"
                 )
-            num_tensors += len(sizes)
+            repeated = names & sizes.keys()
+            if repeated:
+                raise CorruptFileError(f"{shard}: holds {min(repeated)!r}, which an earlier shard holds, too")
+            names |= sizes.keys()
             num_bytes += sum(sizes.values())
-        return cls(directory, config, tuple(shards), num_tensors, num_bytes)
+        return cls(directory, config, tuple(shards), len(names), num_bytes)
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer from the directory's files."""

@@ -26,7 +26,8 @@ def fetch_repository(name: str, *, progress: Progress | None = None) -> Path:
         The snapshot's directory.
 
     Raises:
-        FetchError: no such repository, no access to it, no network, or ``huggingface_hub`` is not installed.
+        FetchError: no such repository, no access to it, no network, no safetensors in it, or
+            ``huggingface_hub`` is not installed.
     """
     try:
         # Slow to import, and not needed for the default model.
@@ -44,6 +45,11 @@ def fetch_repository(name: str, *, progress: Progress | None = None) -> Path:
             f"{name}: could not fetch it from the Hugging Face hub: {reason}; check the name, the "
             "network and your access (HF_TOKEN), or give the path of a local directory or .gguf file"
         ) from error
+    if not any(Path(directory).glob("*.safetensors")):
+        raise FetchError(
+            f"{name}: the repository has no *.safetensors at its top; if it has GGUF files, fetch the one "
+            "you want and give its path"
+        )
     return Path(directory)
 
 

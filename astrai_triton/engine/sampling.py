@@ -99,6 +99,7 @@ class SamplingPipeline(BaseSamplingStrategy):
         for strategy in self._strategies:
             strategy.narrow(candidates)
 
+    @torch.no_grad()
     def draw(self, logits: Tensor, noise: Tensor) -> Tensor:
         """Run all steps and draw one token a row.
 
@@ -151,6 +152,7 @@ class SamplingPipeline(BaseSamplingStrategy):
         return [_with_logprob(int(packed[row_idx]), logprobs.get(row_idx)) for row_idx in range(len(rows))]
 
 
+@torch.no_grad()
 def sample(
     logits: Tensor,
     temperature: float = 1.0,

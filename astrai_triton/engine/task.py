@@ -104,18 +104,15 @@ class Task:
         )
 
     def _count(self, token_id: int) -> None:
-        params = self.params
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+        if self.params.has_penalties:
             self.counts[token_id] = self.counts.get(token_id, 0) + 1
 
     def _finish(self, sampled: SampledToken, reason: FinishReason, text: str) -> TokenEvent:
-        # The bytes flushed at the end may complete a stop string.
+        # What was held back is settled now: the last bytes, or the end itself, may complete a stop string.
         if self.stops.matched is None:
             text += self.stops.flush()
-        else:
-            reason = "stop"
         return self.end(
-            reason,
+            reason if self.stops.matched is None else "stop",
             text=text,
             token_id=sampled.token_id,
             logprob=sampled.logprob,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+import unicodedata
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +12,12 @@ import attrs
 from astrai_triton.errors import ChatTemplateError
 from astrai_triton.tokenizer.detokenize import SPACE_MARK
 
+# Word characters that their category does not show: joiners, and letters in circles and squares.
+_OTHER_WORD = re.compile(
+    "[\u200c\u200d\u24b6-\u24e9\U0001f130-\U0001f149\U0001f150-\U0001f169\U0001f170-\U0001f189]"
+)
 # Unicode White_Space, as the `tokenizers` package strips it; str.strip() also takes U+001C to U+001F.
-_WHITE_SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+_WHITE_SPACE = frozenset("\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000").union(
     map(chr, range(0x2000, 0x200B))
 )
 
@@ -57,14 +61,17 @@ class ControlTokens:
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._by_content = {token.content: token for token in tokens}
-        self._sorted = sorted(self._by_content)
         lengths: dict[str, set[int]] = {}
-        for content in self._sorted:
+        for content in self._by_content:
             lengths.setdefault(content[0], set()).add(len(content))
         self._lengths = {head: sorted(found, reverse=True) for head, found in lengths.items()}
-        self._max_len = max(map(len, self._sorted), default=0)
         # "(?!)" matches nowhere.
         self._heads = re.compile("|".join(map(re.escape, self._lengths)) or "(?!)")
+
+    @property
+    def heads(self) -> Iterable[str]:
+        """First characters of the tokens."""
+        return self._lengths.keys()
 
     def longest_at(self, text: str, start: int) -> AddedToken | None:
         """Longest token that begins at ``text[start]``."""
@@ -74,26 +81,30 @@ class ControlTokens:
                 return token
         return None
 
+    def find(self, text: str) -> Iterator[tuple[int, AddedToken]]:
+        """Every token with the position at which it begins."""
+        at = 0
+        while (head := self._heads.search(text, at)) is not None:
+            token = self.longest_at(text, head.start())
+            if token is not None:
+                yield head.start(), token
+            at = head.start() + (1 if token is None else len(token.content))
+
     def split(self, text: str) -> Iterator[str | int]:
         """Cut ``text`` at its added tokens.
 
         Yields:
             Non-empty text between tokens, and the ids of the tokens, in order.
         """
-        done = at = 0
-        while (head := self._heads.search(text, at)) is not None:
-            start = head.start()
-            token = self.longest_at(text, start)
-            if token is None:
-                at = start + 1
-                continue
-            at = stop = start + len(token.content)
+        done = 0
+        for start, token in self.find(text):
+            stop = start + len(token.content)
             if token.single_word and (_is_word(text[start - 1 : start]) or _is_word(text[stop : stop + 1])):
                 continue
-            if token.lstrip:
-                start = done + len(text[done:start].rstrip(_WHITE_SPACE))
-            if token.rstrip:
-                at = stop = len(text) - len(text[stop:].lstrip(_WHITE_SPACE))
+            while token.lstrip and start > done and text[start - 1] in _WHITE_SPACE:
+                start -= 1
+            while token.rstrip and stop < len(text) and text[stop] in _WHITE_SPACE:
+                stop += 1
             if done < start:
                 yield text[done:start]
             yield token.id
@@ -101,31 +112,13 @@ class ControlTokens:
         if done < len(text):
             yield text[done:]
 
-    def cover(self, text: str, stand_ins: Mapping[str, str]) -> str:
-        """Replace the first character of every token in ``text``, overlapping ones too, by its stand-in.
-
-        The end of ``text`` counts as a token if more text could complete it.
-        """
-        pieces, done = [], 0
-        for head in self._heads.finditer(text):
-            start = head.start()
-            if self.longest_at(text, start) is not None or self._is_cut_off(text, start):
-                pieces += [text[done:start], stand_ins[text[start]]]
-                done = start + 1
-        if not pieces:
-            return text
-        return "".join([*pieces, text[done:]])
-
-    def _is_cut_off(self, text: str, start: int) -> bool:
-        if len(text) - start >= self._max_len:
-            return False
-        tail = text[start:]
-        first = bisect_left(self._sorted, tail)
-        return first < len(self._sorted) and self._sorted[first].startswith(tail)
-
 
 def _is_word(char: str) -> bool:
-    return char.isalnum() or char == "_"
+    """Whether ``char`` is ``\\w`` as the `tokenizers` package has it (UTS #18, annex C)."""
+    if not char:
+        return False
+    category = unicodedata.category(char)
+    return category[0] in "LM" or category in ("Nd", "Nl", "Pc") or _OTHER_WORD.match(char) is not None
 
 
 class _StandIns(dict[str, str]):
@@ -171,19 +164,18 @@ class CoveredChat:
 class ChatCover:
     """Keeps text inside messages from becoming control tokens when the template has joined it all.
 
-    Every string in messages and tools that spells an added token, or ends in the beginning of one, gets a
-    stand-in for the token's first character: the template may then trim, join and re-quote it, and no token
-    appears that the template did not write itself. Two things stay: the role, which some templates put
-    between ``<|`` and ``|>`` to make a token (so only known roles may come here), and non-special tokens such
-    as ``<think>`` in the assistant's own text, which the model wrote as tokens and templates look for.
+    In every string of messages and tools, each character that begins some added token gets a stand-in.
+    Whatever the template then trims, cuts, joins or re-quotes, a token that appears begins in text of the
+    template's own. Two things stay: the role, which some templates put between ``<|`` and ``|>`` to make a
+    token (so only known roles may come here), and non-special tokens such as ``<think>`` in the assistant's own
+    text, which the model wrote as tokens and templates look for.
 
     Args:
         tokens: all added tokens but those for white space.
     """
 
     def __init__(self, tokens: Sequence[AddedToken]) -> None:
-        self._all = ControlTokens(tokens)
-        self._special = ControlTokens(token for token in tokens if token.special)
+        self._tokens = ControlTokens(tokens)
         self._taken = frozenset("".join(token.content for token in tokens))
 
     def cover(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> CoveredChat:
@@ -195,18 +187,25 @@ class ChatCover:
         stand_ins = _StandIns([*_strings(messages), *_strings(tools)], self._taken)
 
         def cover_all(text: str) -> str:
-            return self._all.cover(text, stand_ins)
+            for head in self._tokens.heads:
+                if head in text:
+                    text = text.replace(head, stand_ins[head])
+            return text
 
-        def cover_special(text: str) -> str:
-            return self._special.cover(text, stand_ins)
+        def cover_own(text: str) -> str:
+            pieces, done = [], 0
+            for start, token in self._tokens.find(text):
+                if not token.special:
+                    pieces += [cover_all(text[done:start]), token.content]
+                    done = start + len(token.content)
+            return "".join([*pieces, cover_all(text[done:])])
 
         covered = []
         for message in messages:
             assistant = message["role"] == "assistant"
             copy = {}
             for key, value in message.items():
-                own_text = assistant and isinstance(value, str)
-                change = cover_special if own_text else cover_all
+                change = cover_own if assistant and isinstance(value, str) else cover_all
                 copy[_map(key, cover_all)] = value if key == "role" else _map(value, change)
             covered.append(copy)
         covered_tools = None if tools is None else _map(tools, cover_all)

@@ -107,9 +107,10 @@ def _require_memory(plan: PoolPlan, settings: Settings, free_bytes: int | None) 
     smallest = settings.cache.page_size if plan.is_paged else 2 * settings.server.max_batch_size
     if free_bytes is None or (plan.n_tokens >= smallest and plan.num_bytes <= free_bytes):
         return
-    way_out = "cache.n_tokens" if plan.is_paged else "server.max_batch_size or server.max_seq_len"
+    option = "cache.n_tokens" if plan.is_paged else "server.max_seq_len"
     least = max(plan.n_tokens, smallest) * plan.bytes_per_token / MIB
     raise ConfigError(
-        f"cache: wanted a KV pool within the {free_bytes / MIB:.0f} MiB of free memory, "
-        f"got {least:.0f} MiB ({plan.n_tokens} tokens x {plan.bytes_per_token} bytes); lower {way_out}"
+        f"{option}: wanted a KV pool within the {free_bytes / MIB:.0f} MiB of free memory, "
+        f"got {least:.0f} MiB ({plan.n_tokens} tokens x {plan.bytes_per_token} bytes); "
+        "lower it or server.max_batch_size"
     )

@@ -211,6 +211,11 @@ class Resolved:
         section, key = name.split(".")
         return getattr(getattr(self.settings, section), key)
 
+    def locate(self, text: str) -> str:
+        """Put an option's place before a later error that begins with the option's name."""
+        origin = self.origins.get(text.partition(":")[0], "default")
+        return text if origin == "default" else f"{origin}: {text}"
+
 
 def list_options() -> tuple[Option, ...]:
     """Every option, in the order of the documentation."""

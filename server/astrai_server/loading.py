@@ -13,9 +13,11 @@ from astrai_server.capacity import MIB, PoolPlan, plan_pool
 from astrai_server.config import Settings
 from astrai_server.device import Placement, free_bytes, place_model
 from astrai_triton import checkpoint
+from astrai_triton.backend import backend_reasons, current_backend
 from astrai_triton.checkpoint import Checkpoint
 from astrai_triton.checkpoint.resolve import home
 from astrai_triton.engine import InferenceEngine
+from astrai_triton.errors import UnsupportedCallError
 from astrai_triton.model import Decoder
 
 
@@ -41,7 +43,9 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
     Raises:
         ConfigError: the settings do not fit this model or this machine.
         CheckpointError, TokenizerError, ChatTemplateError: the model's files cannot be used.
+        BackendError: ``ASTR_BACKEND`` names an attention backend that is not there.
     """
+    _require_backend()
     placement = place_model(settings.server)
     model_files = open_model(settings.server.param_path, audience)
     config = model_files.config
@@ -128,6 +132,14 @@ def describe_pool(plan: PoolPlan, settings: Settings) -> str:
     shares = settings.cache.prefix_cache and settings.cache.page_size > 1
     prefixes = "prefix cache on" if shares else "no prefix cache"
     return f"{size}, pages of {settings.cache.page_size}, {prefixes}, context {plan.max_seq_len}"
+
+
+def _require_backend() -> None:
+    """A backend that was asked for and is not there would fail every request."""
+    choice = current_backend()
+    reason = None if choice is None else backend_reasons()[choice.value]
+    if choice is not None and reason is not None:
+        raise UnsupportedCallError(choice.value, reason)
 
 
 def _load_decoder(model_files: Checkpoint, placement: Placement, audience: Audience) -> Decoder:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,6 +30,9 @@ KEEPALIVE_S = 75.0
 CLOSE_S = 2.0
 """Time the last frames get to leave when the server stops before the answers are complete."""
 
+JOIN_S = 0.2
+"""A thread whose work is done needs no longer to end."""
+
 _T = TypeVar("_T")
 
 
@@ -41,7 +46,8 @@ def run_server(
     """Serve until SIGTERM or SIGINT. Call it in the main thread, which owns the signals.
 
     The first signal drains: new requests get 503, running ones ``limits.drain_timeout_s`` to finish. A second
-    one ends everything now.
+    one ends everything now. Where a thread is still inside native code then, the process ends in here: the
+    interpreter cannot be taken down under such a thread.
 
     Args:
         settings: all settings.
@@ -56,7 +62,16 @@ def run_server(
         OSError: the address cannot be listened on.
         Exception: whatever ``load_engine`` raised.
     """
-    return asyncio.run(_serve(settings, load_engine, on_listening, on_ready))
+    threads: list[threading.Thread] = []
+    status = asyncio.run(_serve(settings, load_engine, on_listening, on_ready, threads))
+    for thread in threads:
+        thread.join(JOIN_S)
+    if any(thread.is_alive() for thread in threads):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 @asynccontextmanager
@@ -98,28 +113,32 @@ async def _serve(
     load_engine: Callable[[], InferenceEngine],
     on_listening: Callable[[list[str]], None] | None,
     on_ready: Callable[[InferenceEngine], None] | None,
+    threads: list[threading.Thread],
 ) -> int:
     gate = EngineGate()
-    with_signals = _Signals()
+    signals = _Signals()
     async with listen(settings, gate) as urls:
         if on_listening is not None:
             on_listening(urls)
-        loading = _run_in_thread(load_engine)
-        await asyncio.wait((loading, with_signals.first), return_when=asyncio.FIRST_COMPLETED)
+        loading = _run_in_thread(load_engine, threads)
+        await asyncio.wait((loading, signals.first), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            # There is nothing to finish; the thread dies with the process.
+            # There is nothing to finish.
             gate.drain()
             return 0
         engine = loading.result()
         gate.open(engine)
         if on_ready is not None:
             on_ready(engine)
-        await with_signals.first
+        await signals.first
         gate.drain()
-        is_forced = await _drain(gate, settings.limits.drain_timeout_s, with_signals)
-        # Ends what still runs; those streams get an error frame before the connections are closed.
-        await asyncio.wait((_run_in_thread(engine.shutdown),), timeout=CLOSE_S)
-    return 1 if is_forced else 0
+        is_forced = await _drain(gate, settings.limits.drain_timeout_s, signals)
+        # Ends what still runs, after the current step; those streams end with an error frame.
+        stopping = _run_in_thread(engine.shutdown, threads)
+        if not is_forced:
+            await asyncio.wait((stopping, signals.second), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping,), timeout=CLOSE_S)
+    return 1 if signals.second.done() else 0
 
 
 async def _drain(gate: EngineGate, timeout_s: float, signals: _Signals) -> bool:
@@ -150,7 +169,7 @@ class _Signals:
                 return
 
 
-def _run_in_thread(function: Callable[[], _T]) -> asyncio.Future[_T]:
+def _run_in_thread(function: Callable[[], _T], threads: list[threading.Thread]) -> asyncio.Future[_T]:
     """Run ``function`` in a daemon thread, which unlike the loop's own cannot hold up the process's end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
@@ -172,7 +191,9 @@ def _run_in_thread(function: Callable[[], _T]) -> asyncio.Future[_T]:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=call, name=f"astrai-{function.__name__}", daemon=True).start()
+    thread = threading.Thread(target=call, name=f"astrai-{function.__name__}", daemon=True)
+    threads.append(thread)
+    thread.start()
     return future
 
 

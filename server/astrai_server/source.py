@@ -11,6 +11,7 @@ import attrs
 import yaml
 
 MAX_FILE_BYTES = 1 << 20
+MAX_DEPTH = 20
 ENV_PREFIX = "ASTRAI_"
 # The container scripts' own section: every source may carry it, no option lives there.
 FOREIGN_SECTION = "runtime"
@@ -145,15 +146,27 @@ def read_environment(environ: Mapping[str, str]) -> list[Given]:
 
 def _compose(text: str, path: Path | None) -> yaml.Node | None:
     try:
+        _require_shallow(text, path)
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "broken"
         place = "" if path is None else f"{path}:{mark.line + 1}: " if mark else f"{path}: "
         raise ConfigError(f"{place}not valid YAML: {problem}") from error
-    except RecursionError as error:
-        place = "" if path is None else f"{path}: "
-        raise ConfigError(f"{place}not usable YAML: nested too deeply") from error
+
+
+def _require_shallow(text: str, path: Path | None) -> None:
+    """Composing is recursive, parsing is not: count the nesting before it can exhaust the stack."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            line = event.start_mark.line + 1 if event.start_mark is not None else 1
+            place = "" if path is None else f"{path}:{line}: "
+            raise ConfigError(f"{place}wanted YAML nested at most {MAX_DEPTH} deep")
 
 
 def _place(path: Path, node: yaml.Node) -> str:

@@ -91,7 +91,7 @@ def read_request(body: bytes, kind: type[_T]) -> tuple[_T, tuple[str, ...]]:
     payload = parse_json(body)
     try:
         request = _CONVERTER.structure(payload, kind)
-    except (ClassValidationError, TypeError) as error:
+    except (ClassValidationError, InvalidRequestError) as error:
         raise InvalidRequestError(*islice(_list_issues(error, ()), MAX_ISSUES)) from None
     return request, tuple(dict.fromkeys(_find_unknown(payload, kind, "")))
 
@@ -191,8 +191,8 @@ def _replace_surrogates(value: Any) -> Any:
 # Structuring
 
 
-def _refuse_type(wanted: str, value: Any) -> TypeError:
-    return TypeError(f"wanted {wanted}, got {describe_value(value)}")
+def _refuse_type(wanted: str, value: Any) -> InvalidRequestError:
+    return InvalidRequestError(Issue((), f"wanted {wanted}, got {describe_value(value)}"))
 
 
 def _structure_scalar(value: Any, kind: type) -> Any:
@@ -313,7 +313,10 @@ def _list_issues(error: BaseException, path: tuple[str | int, ...]) -> Iterator[
     elif isinstance(error, ClassValidationError):
         with_names, others = error.group_exceptions()
         for inner, note in with_names:
-            yield from _list_issues(inner, (*path, note.name))
+            if isinstance(inner, KeyError):
+                yield Issue((*path, note.name), "is required")
+            else:
+                yield from _list_issues(inner, (*path, note.name))
         for inner in others:
             yield from _list_issues(inner, path)
     elif isinstance(error, IterableValidationError):
@@ -322,10 +325,9 @@ def _list_issues(error: BaseException, path: tuple[str | int, ...]) -> Iterator[
             yield from _list_issues(inner, (*path, index_note.index))
         for inner in others:
             yield from _list_issues(inner, path)
-    elif isinstance(error, KeyError):
-        yield Issue(path, "is required")
     else:
-        yield Issue(path, str(error))
+        # A fault of ours, not of the client.
+        raise error
 
 
 @cache

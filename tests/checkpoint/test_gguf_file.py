@@ -126,7 +126,12 @@ def test_metadata_agrees_with_the_gguf_package(write_gguf: Write) -> None:
         (header(keys=1, rest=key(b"a", 9, struct.pack("<IQ", 8, 2**60))), "truncated"),
         (header(keys=1, rest=key(b"a", 99, b"")), "key 'a': unknown value type 99"),
         (header(keys=1, rest=key(b"a", 9, struct.pack("<IQ", 9, 1))), "unknown value type 9"),
+        (header(keys=1, rest=key(b"a", 9, struct.pack("<IQQ", 8, 1, 2**60))), "text at byte 49 ends past"),
         (header(keys=1, rest=text(b"\xff\xfe")), "not UTF-8"),
+        (
+            header(keys=1, rest=key(b"a", 9, struct.pack("<IQ", 8, 1) + text(b"\xff"))),
+            "text at byte 49 is not UTF-8",
+        ),
         (header(keys=2, rest=key(b"a", 0, b"\x01") * 2), "key 'a' is there twice"),
         (header(tensors=1, rest=tensor_row(b"t", (4,))), "tensor 't' lies in bytes 64..80, the file has 57"),
         (header(tensors=1, rest=tensor_row(b"t", (4,), offset=3) + bytes(99)), "tensor 't' lies in"),

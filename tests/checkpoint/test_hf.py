@@ -205,6 +205,16 @@ def test_a_tensor_that_only_the_index_knows_is_named(make_model: Make, tmp_path:
         HfModel.open(tmp_path)
 
 
+def test_a_tensor_in_two_shards_is_named(make_model: Make, tmp_path: Path) -> None:
+    model = make_model("llama")
+    shard(model, tmp_path)
+    save_file(model.tensors, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(
+        CorruptFileError, match=r"model-00002.*'lm_head\.weight', which an earlier shard holds"
+    ):
+        HfModel.open(tmp_path)
+
+
 @pytest.mark.parametrize("weight_map", [None, [], {}, {"a": 1}, {"a": "../model.safetensors"}])
 def test_a_senseless_index_is_an_error(weight_map: Any, make_model: Make, tmp_path: Path) -> None:
     shard(make_model("llama"), tmp_path)

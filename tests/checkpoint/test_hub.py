@@ -14,6 +14,12 @@ from astrai_triton.checkpoint.hub import fetch_repository
 from astrai_triton.errors import FetchError
 
 
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
 def fake(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[dict[str, Any]]:
     """Replace the hub's download; returns the calls it will get."""
     calls: list[dict[str, Any]] = []
@@ -28,14 +34,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[dict[str, Any]]:
     return calls
 
 
-def test_the_snapshots_directory_is_returned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = fake(monkeypatch, tmp_path)
-    assert fetch_repository("org/name") == tmp_path
+def test_the_snapshots_directory_is_returned(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
+    calls = fake(monkeypatch, snapshot)
+    assert fetch_repository("org/name") == snapshot
     assert calls[0]["repo_id"] == "org/name"
 
 
-def test_pickles_are_never_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = fake(monkeypatch, tmp_path)
+def test_pickles_are_never_asked_for(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
+    calls = fake(monkeypatch, snapshot)
     fetch_repository("org/name")
     files = [
         "config.json",
@@ -54,8 +60,8 @@ def test_pickles_are_never_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert list(wanted) == files[:4]
 
 
-def test_bytes_are_reported_and_other_counts_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = fake(monkeypatch, tmp_path)
+def test_bytes_are_reported_and_other_counts_are_not(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
+    calls = fake(monkeypatch, snapshot)
     told: list[tuple[str, int, int]] = []
     fetch_repository("org/name", progress=lambda *args: told.append(args))
     bar_class = calls[0]["tqdm_class"]
@@ -69,8 +75,8 @@ def test_bytes_are_reported_and_other_counts_are_not(monkeypatch: pytest.MonkeyP
     assert {total for _, _, total in told} == {100}
 
 
-def test_without_progress_the_hub_draws_its_own_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = fake(monkeypatch, tmp_path)
+def test_without_progress_the_hub_draws_its_own_bar(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
+    calls = fake(monkeypatch, snapshot)
     fetch_repository("org/name")
     assert calls[0]["tqdm_class"] is None
 
@@ -87,9 +93,9 @@ def test_every_failure_is_a_fetch_error_with_its_reason(
         fetch_repository("org/name")
 
 
-def test_offline_mode_is_honoured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_offline_mode_is_honoured(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(snapshot))
     with pytest.raises(FetchError, match=r"org/name: .*path of a local directory or \.gguf file"):
         fetch_repository("org/name")
 
@@ -100,8 +106,8 @@ def test_a_missing_huggingface_hub_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         fetch_repository("org/name")
 
 
-def test_the_hub_is_not_imported_before_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake(monkeypatch, tmp_path)
+def test_the_hub_is_not_imported_before_it_is_needed(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
+    fake(monkeypatch, snapshot)
     imported: list[str] = []
     plain = builtins.__import__
 
@@ -112,3 +118,9 @@ def test_the_hub_is_not_imported_before_it_is_needed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(builtins, "__import__", watch)
     fetch_repository("org/name")
     assert "huggingface_hub" in imported
+
+
+def test_a_repository_without_safetensors_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake(monkeypatch, tmp_path)
+    with pytest.raises(FetchError, match=r"no \*\.safetensors.*GGUF"):
+        fetch_repository("org/name")

@@ -91,13 +91,27 @@ def test_an_organisation_and_a_name_are_a_hub_repository(
         asked.append(name)
         return tmp_path
 
+    (tmp_path / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert resolve("HuggingFaceTB/SmolLM2-135M-Instruct") == tmp_path
     assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "a/b/c", "./org/name", "models/x.gguf", "/absent", "-x/y", "", "org/", "a b/c"]
+    "name",
+    [
+        "nothing",
+        "a/b/c",
+        "./org/name",
+        "models/x.gguf",
+        "/absent",
+        "-x/y",
+        "",
+        "org/",
+        "a b/c",
+        "x" * 5000,
+        "a\0b",
+    ],
 )
 def test_anything_else_is_unknown_and_the_choices_are_listed(name: str) -> None:
     with pytest.raises(

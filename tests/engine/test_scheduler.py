@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from astrai_triton.engine import SamplingParams, TaskHandle
+from astrai_triton.engine import SamplingParams
 from astrai_triton.errors import (
     ContextLengthError,
     EngineUnavailableError,
@@ -187,6 +187,17 @@ def test_finish_reasons_are_true() -> None:
     assert [events[-1].finish_reason for events in ends] == ["stop", "length", "stop", "stop"]
     assert [events[-1].stop_string for events in ends] == [None, None, "two", None]
     assert [events[-1].completion_tokens for events in ends] == [14, 5, 7, 6]
+
+
+def test_a_stop_string_settled_by_the_end_of_the_answer_is_a_stop() -> None:
+    # "b" waits for "abcd" until the end decides that it does not come.
+    engine = build_engine(ScriptedModel(echo_script("xxabc", 1)))
+    params = SamplingParams(temperature=0.0, stop=("abcd", "b"), max_tokens=5)
+    handle = engine.submit([97], params)
+    run_all(engine)
+    events = drain_events(handle)
+    assert "".join(event.text for event in events) == "xxa"
+    assert (events[-1].finish_reason, events[-1].stop_string) == ("stop", "b")
 
 
 def test_min_tokens_holds_the_end_of_turn_back() -> None:
@@ -410,14 +421,11 @@ def test_a_scheduler_that_cannot_go_on_fails_fast(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("injected")
 
     monkeypatch.setattr(engine._scheduler, "_refill", explode)
-    handles: list[TaskHandle] = []
+    for _ in range(3):
+        (event,) = engine.submit([97], GREEDY).iter_events()
+        assert event.finish_reason == "error"
     with pytest.raises(EngineUnavailableError, match="injected"):
-        for _ in range(10):
-            handles.append(engine.submit([97], GREEDY))
-            list(handles[-1].iter_events())
-            engine._scheduler.drain(0.01)
-            engine._scheduler._is_draining = False
-    assert len(handles) == 3
+        engine.submit([97], GREEDY)
     assert not engine.is_alive
 
 

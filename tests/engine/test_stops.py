@@ -74,6 +74,7 @@ def test_a_match_is_reported_as_soon_as_no_continuation_can_change_it(stops: lis
         (["xabc"], ["bc", "abcd"], "xa", "bc"),
         (["xabcd"], ["bc", "abcd"], "x", "abcd"),
         (["xabc"], ["abc", "ab"], "x", "ab"),
+        (["xabce"], ["xabcd", "ab", "abc"], "x", "ab"),
         (["\n", "\nUser:"], ["\n\nUser:", "\nUser:"], "", "\n\nUser:"),
         (["caf", "é 🙂", "!"], ["é 🙂"], "caf", "é 🙂"),
         ([" leading"], ["END"], " leading", None),

@@ -10,7 +10,7 @@ import torch
 from astrai_triton.model import Decoder, LayerConfig, ModelConfig, RopeConfig
 
 ROPE = RopeConfig(rotary_dim=8, base=10000.0)
-NAMES = {
+VARIANTS = {
     "plain": {},
     "partial rotary": {"layers": (LayerConfig(rope=RopeConfig(rotary_dim=4)),) * 2},
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tie_embeddings": True},

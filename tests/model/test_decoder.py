@@ -7,7 +7,7 @@ from astrai_triton.cache import PagePool
 from astrai_triton.errors import WeightsMismatchError
 from astrai_triton.model import Decoder, LayerConfig, RopeConfig, choose_dtype, permute_pairing
 from model.random_models import (
-    NAMES,
+    VARIANTS,
     dense_logits,
     random_decoder,
     random_weights,
@@ -46,9 +46,9 @@ def run_step(decoder, pool, leases, sequences, starts, ends, rows=None):
     return decoder(token_ids, positions, kv_cache, rows)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_chunked_prefill_and_decode_through_the_cache_equal_the_dense_forward(name):
-    config = small_config(**NAMES[name])
+    config = small_config(**VARIANTS[name])
     decoder = random_decoder(config)
     pool = make_pool(config)
     sequences = [[*prompt, 5, 6, 7] for prompt in PROMPTS]
@@ -69,7 +69,7 @@ def test_chunked_prefill_and_decode_through_the_cache_equal_the_dense_forward(na
 
 @pytest.mark.parametrize("name", ["plain", "gemma"])
 def test_a_cached_prefix_gives_the_same_logits(name):
-    config = small_config(**NAMES[name])
+    config = small_config(**VARIANTS[name])
     decoder, prompt = random_decoder(config), PROMPTS[0]
     pool = make_pool(config)
     lease = pool.open(prompt)
@@ -82,9 +82,9 @@ def test_a_cached_prefix_gives_the_same_logits(name):
     assert relative_error(warm, cold[lease.cached_len :]) < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_both_pairings_give_equal_logits(name):
-    config, other = (small_config(**NAMES[name], pairing=pairing) for pairing in ("half", "adjacent"))
+    config, other = (small_config(**VARIANTS[name], pairing=pairing) for pairing in ("half", "adjacent"))
     heads = {"attn.q": config.n_q_heads, "attn.k": config.n_kv_heads, "attn.q_norm": 1, "attn.k_norm": 1}
 
     def permute(weights):
@@ -128,9 +128,9 @@ def test_logits_are_contiguous_float32_without_gradient(dtype):
     assert not logits.requires_grad
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_bfloat16_stays_close_to_float32(name):
-    config = small_config(**NAMES[name])
+    config = small_config(**VARIANTS[name])
     token_ids = token_tensor(PROMPTS[0])
     exact = dense_logits(random_decoder(config), token_ids)
     rounded = dense_logits(random_decoder(config, dtype=torch.bfloat16), token_ids)
@@ -156,7 +156,7 @@ def test_a_bfloat16_row_has_the_same_bits_alone_and_in_a_batch():
 
 
 def test_a_sink_takes_weight_from_every_key():
-    config = small_config(**NAMES["sinks"])
+    config = small_config(**VARIANTS["sinks"])
 
     def with_sinks(value):
         def change(weights):
@@ -193,7 +193,7 @@ def test_the_embedding_scale_is_rounded_to_the_dtype_of_the_model():
 
 def test_layers_of_one_rope_share_one_table():
     assert len(random_decoder(small_config()).rotary) == 1
-    assert len(random_decoder(small_config(**NAMES["gemma"])).rotary) == 2
+    assert len(random_decoder(small_config(**VARIANTS["gemma"])).rotary) == 2
 
 
 def test_tied_embeddings_share_one_tensor():
@@ -241,9 +241,9 @@ def test_a_batch_is_refused_with_a_cache():
         decoder(torch.ones(1, 2, dtype=torch.int64), torch.arange(2)[None], kv_cache)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_weights_are_cast_to_the_dtype_of_the_model_and_norms_to_float32(name):
-    config = small_config(**NAMES[name])
+    config = small_config(**VARIANTS[name])
     weights = {key: tensor.double() for key, tensor in random_weights(config).items()}
     decoder = Decoder(config, dtype=torch.bfloat16, device="cpu")
     decoder.load_weights(weights.items())

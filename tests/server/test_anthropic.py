@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import Answer, Client, FakeEngine, ask, chat_body
 
 from astrai_server.anthropic import AnthropicResponseBuilder, MessagesRequest
 from astrai_server.sse import encode_json
 from astrai_server.wire import InvalidRequestError, read_request
 from astrai_triton.engine.params import SamplingParams
+from fake_engine import Answer, Client, FakeEngine, ask, chat_body
 
 USER = {"role": "user", "content": "u"}
 

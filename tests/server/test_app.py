@@ -8,10 +8,10 @@ import logging
 from typing import Any
 
 import pytest
-from fake_engine import Answer, Client, FakeEngine, ask, build_settings, chat_body, serve
 
 from astrai_server.config import Settings
 from astrai_triton.errors import EngineUnavailableError, PoolTooSmallError, QueueFullError
+from fake_engine import Answer, Client, FakeEngine, ask, build_settings, chat_body, serve
 
 POST_ROUTES = ("/v1/chat/completions", "/v1/messages")
 

@@ -61,7 +61,9 @@ def test_a_pool_of_given_size_is_taken_as_it_is() -> None:
 
 
 def test_a_pool_larger_than_the_memory_is_refused_with_both_sizes() -> None:
-    with pytest.raises(ConfigError, match=r"within the 100 MiB .* got 703 MiB .* lower cache\.n_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"within the 100 MiB .* got 703 MiB .* lower it or server\.max_batch_size"
+    ):
         plan_pool(make_settings({"n_tokens": 16000}), make_model(), 4, 100 * MIB)
 
 

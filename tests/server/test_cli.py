@@ -333,86 +333,15 @@ def test_an_error_in_the_engine_is_one_line_and_status_1(monkeypatch: pytest.Mon
         return InferenceEngine(ScriptedModel(on_forward=explode), ByteTokenizer(), max_seq_len=100)
 
     monkeypatch.setattr(loading, "load_engine", load)
-    result = invoke("generate", "hello", "-q")
-    assert result.exit_code == 1
-    assert "out of memory" in result.stderr.splitlines()[-1]
-
-
-# check and info
-
-
-def rows_of(result: Result) -> dict[str, list[str]]:
-    assert result.exit_code == 0, result.output
-    return {line.split()[0]: re.split(r"\s{2,}", line) for line in result.stdout.splitlines() if line}
-
-
-def test_check_shows_every_setting_with_its_source(tmp_path: Path) -> None:
-    path = tmp_path / "s.yaml"
-    path.write_text("server:\n  device: cpu\n  dtype: float32\n")
-    rows = rows_of(invoke("check", str(path), "--port", "9", env={"ASTRAI_CACHE__PAGE_SIZE": "8"}))
-    for option in list_options():
-        assert len(rows[option.name]) == 3
-    assert rows["server.port"][1:] == ["9", "--port"]
-    assert rows["server.dtype"][1:] == ["'float32'", f"{path}:3"]
-    assert rows["cache.page_size"][1:] == ["8", "ASTRAI_CACHE__PAGE_SIZE"]
-    assert rows["server.threads"][1:] == ["null", "default"]
+    assert_fails_with(invoke("generate", "hello", "-q"), 1, "out of memory")
 
 
 @pytest.mark.parametrize(
-    ("flags", "pool"),
+    ("name", "text"),
     [
-        ([], "depends on the model"),
-        (["--n-tokens", "1600"], "1600 tokens; bytes depend on the model"),
-        (["--cache-mode", "contiguous", "--max-seq-len", "100"], "1600 tokens; bytes depend on the model"),
+        ("tritno", "ASTR_BACKEND: wanted one of triton, cuda, flash, torch_native, got 'tritno'"),
+        ("cuda", "attention backend 'cuda' cannot run this call"),
     ],
 )
-@pytest.mark.parametrize("model", ["SmolLM2-135M-Instruct", "some/model", "./none.gguf"])
-def test_check_fetches_nothing_and_says_what_is_missing(model: str, flags: list[str], pool: str) -> None:
-    result = invoke("check", "--param-path", model, "--device", "cpu", "--dtype", "float32", *flags)
-    assert result.exit_code == 0, result.output
-    assert f"{model} is not on this machine" in result.stdout
-    assert result.stdout.splitlines()[-1].split(maxsplit=2)[2] == pool
-
-
-@pytest.fixture
-def local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model on this machine, as far as its configuration goes."""
-    path = tmp_path / "m.gguf"
-    path.touch()
-
-    @attrs.frozen
-    class Files:
-        path: Path
-        config: Any
-
-    monkeypatch.setattr(
-        "astrai_triton.checkpoint.open_checkpoint", lambda path: Files(path, ScriptedModel().config)
-    )
-    return path
-
-
-def test_check_shows_what_the_pool_holds(local_model: Path) -> None:
-    flags = ["--device", "cpu", "--dtype", "float32", "--n-tokens", "6400", "--max-batch-size", "8"]
-    text = invoke("check", "--param-path", str(local_model), *flags).stdout
-    assert "KV            64 bytes per token" in text
-    assert "6400 tokens, 0 MiB (cache.n_tokens), pages of 16, prefix cache on, context 4096" in text
-    assert "8 of 512 tokens, 3 of 2048 tokens, 1 of 4096 tokens (at most max_batch_size=8" in text
-
-
-def test_check_refuses_what_serve_would_refuse(local_model: Path) -> None:
-    flags = ["--device", "cpu", "--dtype", "float32", "--max-seq-len", "5000"]
-    result = invoke("check", "--param-path", str(local_model), *flags)
-    assert_fails_with(result, 1, "server.max_seq_len: wanted at most 4096, the model's context, got 5000")
-
-
-def test_info_shows_versions_hardware_and_every_attention_backend(tmp_path: Path) -> None:
-    result = invoke("info")
-    assert result.exit_code == 0, result.output
-    rows = {line.split()[0]: line for line in result.stdout.splitlines() if line}
-    assert sys.version.split()[0] in rows["Python"]
-    assert str(tmp_path / "home") in rows["cache"]
-    assert rows["torch_native"].endswith("available")
-    for name in ("triton", "cuda", "flash"):
-        assert "available" in next(
-            line for line in result.stdout.splitlines() if line.startswith(f"  {name} ")
-        )
+def test_a_backend_that_is_not_there_ends_the_start(name: str, text: str) -> None:
+    assert_fails_with(invoke("generate", "hello", env={"ASTR_BACKEND": name}), 1, text)

@@ -111,7 +111,7 @@ FILE_ERRORS: dict[str | bytes, str] = {
     "? [a]\n: b": ":1: wanted a name before the colon, got a nested value",
     "server:\n\tport: 1": ":2: not valid YAML: found character '\\t' that cannot start any token",
     "a: !!python/object:x y": ":1: unknown section 'a'; known: server, cache, limits, api, runtime",
-    "[" * 400: ": not usable YAML: nested too deeply",
+    "[" * 100_000: ":1: wanted YAML nested at most 20 deep",
     "a: \x00": ": not valid YAML: special characters are not allowed",
     b"server:\n  host: \xff": ": wanted UTF-8 text, got byte 0xff at 16",
 }

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
 from fake_engine import FakeEngine, build_settings, serve
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -10,12 +10,12 @@ from typing import Any
 
 import attrs
 import pytest
-from fake_engine import Client, FakeEngine, build_settings, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from astrai_server.anthropic import MessagesRequest
 from astrai_server.openai import ChatCompletionRequest
+from fake_engine import Client, FakeEngine, build_settings, serve
 
 EXPECTED = {200, 400, 413, 422}
 

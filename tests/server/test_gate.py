@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_engine import FakeEngine
 
 from astrai_server.gate import EngineGate
 from astrai_triton.errors import EngineUnavailableError
+from fake_engine import FakeEngine
 
 
 def refuse(gate: EngineGate) -> str:

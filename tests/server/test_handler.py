@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, chat_body
 
 from astrai_server.anthropic import AnthropicResponseBuilder
 from astrai_server.handler import ProtocolHandler
@@ -17,6 +16,7 @@ from astrai_server.problem import DeadlineError
 from astrai_server.sse import encode_json
 from astrai_server.wire import InvalidRequestError, read_request
 from astrai_triton.errors import EngineUnavailableError, NonFiniteLogitsError, QueueFullError
+from fake_engine import FakeEngine, chat_body
 
 BUILDERS = [OpenAIResponseBuilder(), AnthropicResponseBuilder()]
 

@@ -17,6 +17,7 @@ from astrai_server.config import (
     ServerSettings,
     Settings,
 )
+from astrai_triton import checkpoint
 from astrai_triton.checkpoint import DEFAULT_MODEL
 from astrai_triton.errors import UnknownModelError
 from fakes import ByteTokenizer, ScriptedModel
@@ -65,8 +66,8 @@ class Decoder(ScriptedModel):
 def audience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Audience:
     """Loading without real files; the audience it talks to."""
     monkeypatch.setattr(loading, "Decoder", Decoder)
-    monkeypatch.setattr(loading.checkpoint, "resolve", lambda name, progress: tmp_path / "some.Q4_1.gguf")
-    monkeypatch.setattr(loading.checkpoint, "open_checkpoint", Files)
+    monkeypatch.setattr(checkpoint, "resolve", lambda name, progress: tmp_path / "some.Q4_1.gguf")
+    monkeypatch.setattr(checkpoint, "open_checkpoint", Files)
     return Audience()
 
 

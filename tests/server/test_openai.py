@@ -7,13 +7,13 @@ from typing import Any
 
 import attrs
 import pytest
-from fake_engine import Answer, Client, FakeEngine, ask, build_settings, chat_body
 
 from astrai_server.openai import ChatCompletionRequest, OpenAIResponseBuilder
 from astrai_server.sse import encode_json
 from astrai_server.wire import InvalidRequestError, read_request
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.errors import ContextLengthError
+from fake_engine import Answer, Client, FakeEngine, ask, build_settings, chat_body
 
 NUMERIC = [
     "temperature",

@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from fake_engine import FakeEngine, build_settings, chat_body
 
 from astrai_server.run import run_server
+from fake_engine import FakeEngine, build_settings, chat_body
 
 
 def request(url: str, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
@@ -156,20 +156,55 @@ def test_streams_that_outlast_the_drain_end_with_an_error(num_signals: int) -> N
     assert b"[DONE]" not in bodies[0]
 
 
-def test_a_signal_while_loading_ends_the_server_at_once() -> None:
-    forever = threading.Event()
+def test_a_signal_while_loading_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = threading.Event()
+    statuses: list[int] = []
+    # Nobody can stop the thread that loads, so the process is left without further ado.
+    monkeypatch.setattr(os, "_exit", statuses.append)
 
     def load() -> Any:
-        forever.wait(60)
+        loaded.wait(60)
 
     def visit(url: str) -> None:
         assert request(url, "GET", "/health")[0] == 503
         terminate()
 
     started = time.monotonic()
-    assert run(load, visit) == 0
+    run(load, visit)
     assert time.monotonic() - started < 15
-    forever.set()
+    assert statuses == [0]
+    loaded.set()
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_step_that_runs_is_waited_for_unless_a_second_signal_comes(
+    is_forced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+    stepped = threading.Event()
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+
+    def stop() -> None:
+        assert stepped.wait(60)
+
+    monkeypatch.setattr(engine, "shutdown", stop)
+    monkeypatch.setattr("astrai_server.run.CLOSE_S", 0.05)
+
+    def visit(url: str) -> None:
+        wait_until(lambda: request(url, "GET", "/health")[0] == 200)
+        terminate()
+        wait_until(lambda: request(url, "GET", "/health")[0] == 503)
+        if is_forced:
+            terminate()
+        else:
+            # Longer than the last frames of a forced end would get.
+            time.sleep(0.3)
+            stepped.set()
+
+    assert run(engine, visit) == is_forced
+    assert statuses == [1] * is_forced
+    stepped.set()
 
 
 def test_an_engine_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fake_engine import Answer, Client, ask, chat_body
 
 from astrai_triton.engine import InferenceEngine
+from fake_engine import Answer, Client, ask, chat_body
 from fakes import EOS, ByteTokenizer, Context, ScriptedModel, answer_script, hash_script
 
 ROUTES = ("/v1/chat/completions", "/v1/messages")

@@ -11,9 +11,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from fake_engine import FakeEngine, build_settings, serve_in_thread
 
 from astrai_triton.errors import EngineUnavailableError, QueueFullError
+from fake_engine import FakeEngine, build_settings, serve_in_thread
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 PIECES = [" Hé", "", "llo 😀", "\n"]

@@ -150,6 +150,16 @@ def test_a_harmless_value_of_another_type_is_not_harmless(value: Any) -> None:
     assert refuse({"name": "t", "later": value})[0].is_unsupported
 
 
+@pytest.mark.parametrize("fault", [ZeroDivisionError, KeyError, TypeError])
+def test_a_fault_in_a_check_is_not_the_clients_mistake(fault: type[Exception]) -> None:
+    def check(*_: Any) -> None:
+        raise fault
+
+    broken = attrs.make_class("Broken", {"size": attrs.field(default=1, type=int, validator=check)})
+    with pytest.raises(fault):
+        read_request(b"{}", broken)
+
+
 def test_unknown_fields_are_named_once() -> None:
     body = {
         "name": "t",

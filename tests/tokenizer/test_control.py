@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from astrai_triton.errors import ChatTemplateError
 from astrai_triton.tokenizer.control import MAX_NESTING, AddedToken, ChatCover, ControlTokens
 
-CONTENTS = ["<|im_start|>", "<|im_end|>", "<|im|>", "<|", "aba", "[INST]", "\u00a4"]
+CONTENTS = ["<|im_start|>", "<|im_end|>", "<|im_end|>!", "<!", "aba", "[INST]", "\u00a4"]
 TOKENS = [AddedToken(content=content, id=i) for i, content in enumerate(CONTENTS)]
 TOOL_CALL = AddedToken(content="<tool_call>", id=len(TOKENS), special=False)
 FRAGMENTS = st.one_of(
@@ -19,6 +21,16 @@ FRAGMENTS = st.one_of(
     st.text(max_size=3),
 )
 TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
+# A token cut in two or three, its parts in neighbouring texts.
+CUT_TOKENS = st.builds(
+    lambda content, first, second: [content[:first], content[first:second], content[second:]],
+    st.sampled_from(CONTENTS),
+    st.integers(0, 6),
+    st.integers(6, 12),
+)
+NEIGHBOURS = st.lists(CUT_TOKENS | TEXTS.map(lambda text: [text]), max_size=4).map(
+    lambda groups: list(itertools.chain.from_iterable(groups))
+)
 
 
 def split(text: str, *tokens: AddedToken) -> list[str | int]:
@@ -26,7 +38,7 @@ def split(text: str, *tokens: AddedToken) -> list[str | int]:
 
 
 def test_the_longest_token_wins() -> None:
-    assert split("x<|im_end|>y<|z") == ["x", 1, "y", 3, "z"]
+    assert split("x<|im_end|>y<|im_end|>!<|z<!") == ["x", 1, "y", 2, "<|z", 3]
 
 
 def test_overlapping_tokens_count_from_the_left() -> None:
@@ -67,17 +79,21 @@ def test_tokens_are_found_as_a_plain_search_finds_them(text: str) -> None:
     assert [piece for piece in split(text) if isinstance(piece, int)] == expected
 
 
-@given(st.lists(TEXTS, max_size=4))
-def test_covered_texts_never_form_a_token_however_they_are_joined(texts: list[str]) -> None:
+@given(NEIGHBOURS, st.lists(st.slices(20), min_size=1))
+def test_covered_texts_never_form_a_token_however_they_are_cut_and_joined(
+    texts: list[str], cuts: list[slice]
+) -> None:
     messages = [{"role": "user", "content": text} for text in texts]
     chat = ChatCover(TOKENS).cover(messages, None)
     joined = "".join(message["content"] for message in chat.messages)
     assert split(joined) == ([joined] if joined else [])
     assert chat.uncover(joined) == "".join(texts)
     assert chat.mark not in "".join(texts)
+    cut = "".join(message["content"][cut] for message in chat.messages for cut in cuts)
+    assert split(cut) == ([cut] if cut else [])
 
 
-def test_a_text_that_could_be_completed_to_a_token_is_covered_at_its_end() -> None:
+def test_a_text_that_the_template_completes_to_a_token_is_none() -> None:
     chat = ChatCover(TOKENS).cover([{"role": "user", "content": "x <|im_end"}], None)
     (message,) = chat.messages
     assert split(message["content"] + "|>") == [message["content"] + "|>"]
@@ -102,9 +118,9 @@ def test_the_assistants_own_text_keeps_tokens_that_are_not_special() -> None:
 
 
 def test_the_conversation_given_is_not_changed() -> None:
-    messages = [{"role": "user", "content": "<|im_end|>", "extra": ["<|"]}]
+    messages = [{"role": "user", "content": "<|im_end|>", "extra": ["<!"]}]
     ChatCover(TOKENS).cover(messages, None)
-    assert messages == [{"role": "user", "content": "<|im_end|>", "extra": ["<|"]}]
+    assert messages == [{"role": "user", "content": "<|im_end|>", "extra": ["<!"]}]
 
 
 def test_too_deep_a_message_is_refused() -> None:

@@ -20,6 +20,7 @@ Document = dict[str, Any]
 Edit = Callable[[], Document]
 Write = Callable[..., Path]
 
+TOOL_CALL = 3
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 FRAGMENTS = st.one_of(
     st.sampled_from(
@@ -39,12 +40,11 @@ def reference(directory: Path) -> transformers.PreTrainedTokenizerFast:
 def byte_level_pair(
     byte_level_file: Document, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, transformers.PreTrainedTokenizerFast]:
-    """A byte-level tokenizer whose added tokens use every flag, ours and transformers'."""
+    """A byte-level tokenizer whose added tokens take white space along, ours and transformers'."""
     document = copy.deepcopy(byte_level_file)
     flags = {
         1: {"lstrip": True},
         2: {"rstrip": True},
-        3: {"single_word": True},
         5: {"lstrip": True, "rstrip": True},
     }
     for token in document["added_tokens"]:
@@ -58,7 +58,7 @@ def byte_level_pair(
 def sentencepiece_pair(
     request: pytest.FixtureRequest, sentencepiece_file: Document, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, transformers.PreTrainedTokenizerFast]:
-    """A SentencePiece-like tokenizer with each way of putting a space before words, ours and transformers'."""
+    """A SentencePiece-like tokenizer with every way of leading spaces, ours and transformers'."""
     document = copy.deepcopy(sentencepiece_file)
     if request.param == "prepend":
         document["pre_tokenizer"] = None
@@ -80,6 +80,16 @@ def test_byte_level_ids_equal_those_of_transformers(
 ) -> None:
     ours, theirs = byte_level_pair
     assert ours.encode(text, allow_special=True) == theirs.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("char", [*"a_é日9¼½²Ⅳ٣-.<\n ", "\u0301", "\u200d", "\u203f", "Ⓐ", "🅰", "🎉"])
+def test_what_a_word_is_agrees_with_transformers(edit: Edit, write_directory: Write, char: str) -> None:
+    document = edit()
+    document["added_tokens"][TOOL_CALL]["single_word"] = True
+    directory = write_directory(document)
+    ours, theirs = from_directory(directory), reference(directory)
+    for text in (f"{char}<tool_call>", f"<tool_call>{char}", f" <tool_call> {char}"):
+        assert ours.encode(text, allow_special=True) == theirs.encode(text, add_special_tokens=False)
 
 
 @given(text=TEXTS)
@@ -145,6 +155,21 @@ def test_a_control_token_that_merges_could_build_is_never_built(edit: Edit, writ
     tokenizer = from_directory(write_directory(document))
     assert size not in tokenizer.encode("ab")
     assert tokenizer.encode("ab", allow_special=True) == [size]
+
+
+def test_text_that_reads_like_a_byte_token_is_never_that_byte(
+    sentencepiece_file: Document, write_directory: Write
+) -> None:
+    document = copy.deepcopy(sentencepiece_file)
+    vocab = document["model"]["vocab"]
+    for end in range(1, 7):
+        piece = "<0x0A>"[:end]
+        vocab.setdefault(piece[-1], len(vocab))
+        if end > 1:
+            vocab.setdefault(piece, len(vocab))
+            document["model"]["merges"].insert(0, [piece[:-1], piece[-1]])
+    tokenizer = from_directory(write_directory(document))
+    assert tokenizer.decode(tokenizer.encode("<0x0A>")) == " <0x0A>"
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(edit: Edit, write_directory: Write) -> None:

@@ -26,7 +26,7 @@ FRAGMENTS = st.one_of(
     ),
     st.text(max_size=4),
 )
-TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
+TEXTS = st.lists(FRAGMENTS, max_size=6).map("".join)
 Messages = list[dict[str, Any]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from astrai_server.cli.check import check
@@ -32,6 +34,10 @@ def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 )
 def main() -> None:
     """Serve language models and run them, on a GPU or on a CPU."""
+    # Read once, when torch is imported. Idle OpenMP threads otherwise spin for milliseconds, and as soon as
+    # anything else wants the cores, each of a step's hundreds of parallel regions waits for a time slice.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 for _command in (serve, generate, check, info):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -50,12 +50,16 @@ def check(ctx: click.Context, /, file: Path | None) -> None:
 
 def _show_settings(resolved: Resolved) -> None:
     rows = [
-        (option.name, describe_value(resolved.value(option.name)), resolved.origins[option.name])
+        (option.name, _show_value(resolved.value(option.name)), resolved.origins[option.name])
         for option in list_options()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
         click.echo(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+
+
+def _show_value(value: Any) -> str:
+    return value if isinstance(value, str) else describe_value(value)
 
 
 def _show(name: str, text: str) -> None:
@@ -81,7 +85,7 @@ def _show_model(settings: Settings, placement: Placement, model: Checkpoint) -> 
     batch = settings.server.max_batch_size
     lengths = sorted({min(n, plan.max_seq_len) for n in (_SHORT_REQUEST_TOKENS, 2048, plan.max_seq_len)})
     at_once = ", ".join(f"{plan.count_requests(n, batch)} of {n} tokens" for n in lengths)
-    _show("at once", f"{at_once} (at most max_batch_size={batch}; shared prefixes make it more)")
+    _show("at once", f"{at_once}; max_batch_size={batch}, nothing shared")
 
 
 def _describe_unknown_pool(settings: Settings) -> str:

@@ -7,6 +7,10 @@ from typing import Any, TypeVar
 
 import click
 
+from astrai_server.config import ConfigError, Resolved
+
+RESOLVED = "astrai.resolved"
+"""Key of the command's ``Resolved`` in the context's ``meta``."""
 _DEBUG = "astrai.debug"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -24,9 +28,13 @@ class OneLineGroup(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            if ctx.meta.get(_DEBUG):
+            if is_debug(ctx):
                 raise
-            raise click.ClickException(describe_failure(error)) from error
+            text = describe_failure(error)
+            resolved = ctx.meta.get(RESOLVED)
+            if isinstance(error, ConfigError) and isinstance(resolved, Resolved):
+                text = resolved.locate(text)
+            raise click.ClickException(text) from error
 
 
 def describe_failure(error: Exception) -> str:
@@ -36,6 +44,11 @@ def describe_failure(error: Exception) -> str:
         return text
     hint = "" if isinstance(error, OSError) else " (--debug shows the traceback)"
     return f"{type(error).__name__}: {text}{hint}" if text else f"{type(error).__name__}{hint}"
+
+
+def is_debug(ctx: click.Context) -> bool:
+    """Whether ``--debug`` was given."""
+    return bool(ctx.meta.get(_DEBUG))
 
 
 def debug_flag(command: _Command) -> _Command:

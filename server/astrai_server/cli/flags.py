@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from astrai_server.cli.failure import RESOLVED
 from astrai_server.config import ConfigError, Option, Resolved, list_options, resolve_settings
 from astrai_server.option import Choice, Flag, Integer, Kind, Number
 
@@ -69,7 +70,9 @@ def resolve(ctx: click.Context, config: Path | None) -> Resolved:
     Raises:
         ConfigError: see ``resolve_settings``.
     """
-    return resolve_settings(config, os.environ, ctx.meta.get(_GIVEN, {}))
+    resolved = resolve_settings(config, os.environ, ctx.meta.get(_GIVEN, {}))
+    ctx.meta[RESOLVED] = resolved
+    return resolved
 
 
 def _add_flag(option: Option) -> Callable[[_Command], _Command]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 import click
 
-from astrai_server.cli.failure import debug_flag
+from astrai_server.cli.failure import debug_flag, is_debug
 from astrai_server.cli.flags import config_flag, give, resolve, setting_flags
 from astrai_server.config import ConfigError, Settings
 
@@ -66,6 +67,8 @@ def generate(
     from astrai_server.terminal import LoadDisplay
     from astrai_triton.engine import SamplingParams
 
+    # The engine logs the traceback of a failed task; here it is one line for everybody else.
+    logging.basicConfig(level=logging.INFO if is_debug(ctx) else logging.CRITICAL, stream=sys.stderr)
     params = SamplingParams(stop=stop, **sampling)
     with LoadDisplay(sys.stderr, is_quiet=quiet) as display:
         engine = load_engine(settings, display)
