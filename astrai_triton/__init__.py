@@ -1,4 +1,5 @@
-"""Attention for LLM inference: one policy entry point over interchangeable backends, dense or over a paged KV cache.
+"""Attention for LLM inference: one policy entry point over interchangeable backends, dense or over a paged KV
+cache.
 
 This module is the embeddable surface. The serving engine is ``astrai_triton.engine``.
 """

@@ -41,7 +41,7 @@ def visible_keys(row: int, q_len: int, kv_len: int, options: Options) -> list[in
 def attend_row(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, sink: float | None
 ) -> tuple[torch.Tensor, float]:
-    """One row q ``[D]`` over the keys it sees, k ``[n, D]``, v ``[n, Dv]`` -> out ``[Dv]`` float64 and its lse.
+    """One row q ``[D]`` over the keys it sees, k ``[n, D]``, v ``[n, Dv]``: out ``[Dv]`` float64 and its lse.
 
     Without a key the output is 0 and the lse is that of the sink alone, -inf without one.
     """
@@ -103,7 +103,7 @@ def attend_packed(
     attn_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q ``[T, Hq, D]`` over pools ``[size, Hkv, D]``, through ``req_to_token [num_reqs, ctx]``; negative slots are masked.
+    """q ``[T, Hq, D]`` over pools ``[size, Hkv, D]`` through ``req_to_token``; negative slots are masked.
 
     ``attn_mask`` is the ragged ``[sum of q_len * kv_len]``.
 
@@ -134,7 +134,7 @@ def attend_packed(
 
 
 def write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    """A copy of ``pool [size, Hkv, D]`` with ``rows [T, Hkv, D]`` in their slots; negative slots drop the row."""
+    """A copy of pool ``[size, Hkv, D]`` with rows ``[T, Hkv, D]`` in it; a negative slot drops its row."""
     pool = pool.clone()
     for row, slot in zip(rows, slots, strict=True):
         if slot >= 0:

@@ -201,7 +201,7 @@ def build_packed(case: PackedCase, *, n_layers: int = 2) -> Tensors:
 
 
 def packed_case(q_lens: Sequence[int], kv_lens: Sequence[int], **changes: object) -> PackedCase:
-    """A plain case of those lengths: float32, 3 query heads on each of 2 KV heads of 16, page 4, nothing special."""
+    """A plain case of those lengths: float32, 3 query heads on each of 2 KV heads of 16, page 4, causal."""
     plain = PackedCase(
         heads=Heads(dtype=torch.float32, head_dim=16, value_dim=16, kv_heads=2, group=3),
         q_lens=tuple(q_lens),
@@ -255,8 +255,10 @@ def expected_packed(case: PackedCase, tensors: Tensors, *, layer_id: int = 1) ->
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Within what the dtype of ``got`` can hold: float32 1e-5; the others a few units of their last place, since torch
-    also rounds the softmax weights to them."""
+    """Within what the dtype of ``got`` can hold.
+
+    1e-5 for float32; a few units of the last place for the others, since torch rounds the softmax weights to them too.
+    """
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[got.dtype]
     torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)
 
@@ -264,7 +266,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 def random_table(
     generator: torch.Generator, kv_lens: Sequence[int], context: int, page_size: int, holes: float
 ) -> tuple[torch.Tensor, int]:
-    """``[B, context]`` int32 slots in random pages, a share of them -1; and the size of a pool that has them all."""
+    """``[B, context]`` int32 slots in random pages, a share of them -1; and the size of their pool."""
     pages_each = -(-context // page_size)
     num_pages = len(kv_lens) * pages_each + 2
     pages = torch.randperm(num_pages, generator=generator)[: len(kv_lens) * pages_each]

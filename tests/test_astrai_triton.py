@@ -60,7 +60,7 @@ def test_the_version_is_that_of_the_project() -> None:
 
 
 def test_importing_loads_nothing_but_attrs_beyond_torch_and_the_ring() -> None:
-    """What keeps the import short. The engine, models, checkpoints and tokenizers are imported by who needs them."""
+    """What keeps the import short: whoever needs engine, model or tokenizer imports it."""
     probe = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, check=True)
     loaded = json.loads(probe.stdout)
     ring = [name for name in loaded if name.split(".")[0] == "astrai_triton"]

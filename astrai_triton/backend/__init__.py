@@ -1,4 +1,4 @@
-"""Attention and rotary policy: which implementation runs a call, and the torch and flash-attn implementations."""
+"""Attention and rotary policy: which implementation runs a call; the torch and flash-attn implementations."""
 
 from __future__ import annotations
 

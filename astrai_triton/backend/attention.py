@@ -35,11 +35,11 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention, dense and differentiable or over the KV cache.
 
-    Without ``kv_cache``: q ``[B, Lq, Hq, D]`` attends to k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]``.
-    With ``kv_cache``: q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]`` are the packed rows of this step. k and
-    v are written to the slots ``kv_cache.out_cache_loc`` of layer ``layer_id`` in place, then each request attends to
-    its whole cache; gradients do not flow. A row that sees no key gives 0. What the call does not reference (unused
-    slots, keys hidden from every row of a request) may hold anything, NaN included.
+    Without ``kv_cache`` q ``[B, Lq, Hq, D]`` attends to k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]``. With it
+    q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]`` are the packed rows of this step: k and v are
+    written to the slots ``kv_cache.out_cache_loc`` of layer ``layer_id``, in place, then each request attends
+    to its whole cache, without gradients. A row that sees no key gives 0. What no row sees (unused slots,
+    masked keys) may hold anything, NaN included.
 
     Args:
         q: float16, bfloat16 or float32; any strides with a unit last dimension.
@@ -49,10 +49,10 @@ def attention(
         layer_id: layer of the cache, from 0.
         attn_mask: bool, True = keep. Dense ``[B, L]`` or ``[B, Lq, L]``; with a cache the ragged
             ``[sum of q_len * kv_len]``, request after request, rows of keys.
-        is_causal: row i of Lq sees keys up to L - Lq + i (bottom-right), on top of ``attn_mask``. Implied in decode.
+        is_causal: row i of Lq sees keys up to L - Lq + i, on top of ``attn_mask``. Implied in decode.
         fwd: "dense" without a cache; with one "decode" (one row per request) or "prefill". None derives it.
         softmax_scale: multiplies the scores; None is 1/sqrt(D).
-        window_size: (left, right), a row at position p sees keys p - left to p + right inclusive; -1 is unbounded.
+        window_size: (left, right): position p sees keys p - left to p + right inclusive; -1 is unbounded.
         softcap: 0 is off; otherwise scores become softcap * tanh(scores / softcap).
         sinks: ``[Hq]`` floating; one logit per q head that joins the softmax denominator without a value.
 
@@ -63,7 +63,7 @@ def attention(
         ValueError: shapes, ranges or devices do not fit together.
         TypeError: a dtype that is not supported or not the same everywhere.
         UnknownBackendError: ``ASTR_BACKEND`` names no backend.
-        UnsupportedCallError: the backend chosen by context or environment cannot run this call, with the reason.
+        UnsupportedCallError: the backend chosen by context or environment cannot run it, with the reason.
     """
     _check_tensors(q, k, v)
     if kv_cache is None:
@@ -119,7 +119,8 @@ def _check_dense(
         raise ValueError(f"fwd: wanted None or 'dense' without kv_cache, got {fwd!r}; pass kv_cache")
     if q.dim() != 4:
         raise ValueError(
-            f"q: wanted [B, Lq, Hq, D] without kv_cache, got shape {tuple(q.shape)}; pass kv_cache for packed rows"
+            f"q: wanted [B, Lq, Hq, D] without kv_cache, got shape {tuple(q.shape)}; "
+            "packed rows need kv_cache"
         )
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     if k.shape[0] != batch:
@@ -151,7 +152,8 @@ def _check_packed(
     for name, tensor, buffer in (("k", k, cache.k_buffer), ("v", v, cache.v_buffer)):
         if tensor.shape[1:] != buffer.shape[2:]:
             raise ValueError(
-                f"{name}: wanted [Hkv, D] of its buffer, {tuple(buffer.shape[2:])}, got {tuple(tensor.shape[1:])}"
+                f"{name}: wanted [Hkv, D] of its buffer, {tuple(buffer.shape[2:])}, "
+                f"got {tuple(tensor.shape[1:])}"
             )
         if tensor.dtype != buffer.dtype:
             raise TypeError(f"{name}: wanted the dtype of its buffer, {buffer.dtype}, got {tensor.dtype}")
@@ -162,7 +164,8 @@ def _check_packed(
         raise ValueError(f"layer_id: wanted 0 to {n_layers - 1}, got {layer_id}")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError(
-            "q, k, v: wanted tensors without gradients with kv_cache; use torch.inference_mode(), or leave kv_cache out"
+            "q, k, v: wanted tensors without gradients with kv_cache; "
+            "use torch.inference_mode(), or leave kv_cache out"
         )
     if attn_mask is not None:
         num_scores = sum(q_len * kv_len for q_len, kv_len in zip(cache.q_lens, cache.kv_lens, strict=True))
@@ -185,8 +188,8 @@ def _check_cache(cache: KVCache) -> None:
     batch, rows = len(cache.q_lens), sum(cache.q_lens)
     if cache.k_buffer.dim() != 4 or cache.k_buffer.shape[:3] != cache.v_buffer.shape[:3]:
         raise ValueError(
-            "kv_cache: wanted k_buffer and v_buffer [n_layers, size, Hkv, head_dim] alike up to head_dim, got "
-            f"{tuple(cache.k_buffer.shape)} and {tuple(cache.v_buffer.shape)}"
+            "kv_cache: wanted k_buffer and v_buffer [n_layers, size, Hkv, head_dim], alike up to head_dim, "
+            f"got {tuple(cache.k_buffer.shape)} and {tuple(cache.v_buffer.shape)}"
         )
     for name, size in (
         ("req_pool_indices", batch),
@@ -213,8 +216,8 @@ def _check_cache(cache: KVCache) -> None:
     longest, width = max(cache.kv_lens, default=0), cache.req_to_token.shape[1]
     if not longest <= cache.max_len <= width:
         raise ValueError(
-            f"kv_cache.max_len: wanted {longest} (the longest kv_len) to {width} (the width of req_to_token), "
-            f"got {cache.max_len}"
+            f"kv_cache.max_len: wanted {longest} (the longest kv_len) to {width} (the width of "
+            f"req_to_token), got {cache.max_len}"
         )
 
 

@@ -15,7 +15,7 @@ from astrai_triton.kvcache import KVCache
 Forward = Literal["decode", "prefill", "dense"]
 
 
-class ATTN_BACKEND(enum.Enum):
+class ATTN_BACKEND(enum.Enum):  # noqa: N801, the name is part of the interface
     """Names of the attention backends; the values are what ``ASTR_BACKEND`` takes."""
 
     TRITON = "triton"
@@ -29,8 +29,8 @@ class AttentionCall:
     """One call of ``attention()``, its arguments already checked.
 
     ``dense``: q ``[B, Lq, Hq, D]``, k ``[B, L, Hkv, D]``, v ``[B, L, Hkv, Dv]``, no ``kv_cache``.
-    ``prefill`` and ``decode``: q ``[T, Hq, D]``, k ``[T, Hkv, D]``, v ``[T, Hkv, Dv]`` packed as ``kv_cache`` says;
-    k and v are new and not yet in the cache. In ``decode`` every request has one row.
+    ``prefill`` and ``decode``: q ``[T, Hq, D]``, k ``[T, Hkv, D]``, v ``[T, Hkv, Dv]`` packed as ``kv_cache``
+    says; k and v are new and not yet in the cache. In ``decode`` every request has one row.
     """
 
     q: torch.Tensor

@@ -1,7 +1,7 @@
 """Attention over K and V that lie densely, in torch: which keys each row sees, and two ways to compute it.
 
-Plain calls go to torch's scaled_dot_product_attention. What it does not offer (softcap, sinks, the log-sum-exp) is
-computed step by step in float32. Both are differentiable.
+Plain calls go to torch's scaled_dot_product_attention. What it does not offer (softcap, sinks, the
+log-sum-exp) is computed step by step in float32. Both are differentiable.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 SCORE_BUDGET = 1 << 24
-"""Scores held at once by the float32 path (64 MiB each for scores and weights); longer calls go block by block."""
+"""Scores that the float32 path holds at once, 64 MiB; longer calls go by blocks of rows."""
 
 
 KEY_BLOCK = 256
-"""Keys summed at once by the float32 path. BLAS splits longer sums by their length, and then bits depend on padding."""
+"""Keys that the float32 path sums at once: BLAS splits longer sums, and bits would depend on padding."""
 
 
 @attrs.frozen(eq=False)
@@ -29,9 +29,9 @@ class Visibility:
     bias: torch.Tensor | None = None
     """``[B or 1, 1, Lq or 1, L]``, ``keep`` as 0 and -inf in the dtype of q, made once for all layers."""
     empty: torch.Tensor | None = None
-    """bool ``[B or 1, Lq or 1, 1, 1]``, True where a row sees nothing; None when it is known that every row sees a key."""
+    """bool ``[B or 1, Lq or 1, 1, 1]``, True where a row sees nothing; None: every row sees a key."""
     causal: bool = False
-    """As many rows as keys, each sees those up to its own; ``keep`` is None then."""
+    """As many rows as keys, and each sees those up to its own; ``keep`` is None then."""
 
     @classmethod
     def of(cls, keep: torch.Tensor | None, dtype: torch.dtype, *, every_row_sees: bool = False) -> Visibility:
@@ -54,8 +54,8 @@ def geometry_keep(
     """What causality and window leave visible; row i of q_len stands at position kv_len - q_len + i.
 
     Returns:
-        bool ``[q_len, kv_len]`` and False; or None with True when it is the plain causal square, with False when
-        every row sees every key.
+        bool ``[q_len, kv_len]`` and False; or None with True when it is the plain causal square, with False
+        when every row sees every key.
     """
     left, right = window_size
     if is_causal:
@@ -125,11 +125,13 @@ def attend_dense(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q ``[B, Lq, Hq, D]`` over k ``[B, L, Hkv, D]``, v ``[B, L, Hkv, Dv]``; options as in ``attention()``.
+    """Attention of q ``[B, Lq, Hq, D]`` over k ``[B, L, Hkv, D]``, v ``[B, L, Hkv, Dv]``; options as in
+    ``attention()``.
 
     Returns:
-        out ``[B, Lq, Hq, Dv]``; with ``return_lse`` also the natural-log float32 ``[B, Lq, Hq]`` log-sum-exp of the
-        scaled, capped and masked scores, sink included. A row that sees nothing gives 0 and -inf (or its sink).
+        out ``[B, Lq, Hq, Dv]``; with ``return_lse`` also the natural-log float32 ``[B, Lq, Hq]`` log-sum-exp
+        of the scaled, capped and masked scores, sink included. A row that sees nothing gives 0 and -inf (or
+        its sink).
     """
     q_len, first = q.shape[1], first_visible(q.shape[1], k.shape[1], window_size)
     if first:
@@ -165,7 +167,8 @@ def attend(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention where every entry of k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]`` that some row sees is finite.
+    """Attention where every entry of k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]`` that some row sees is
+    finite.
 
     Returns:
         ``[B, Lq, Hq, Dv]``, dtype of q.
@@ -184,7 +187,7 @@ def attend(
 def _attend_fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visibility, scale: float | None
 ) -> torch.Tensor:
-    """By scaled_dot_product_attention, sharing each KV head among its query heads without copying it where it can."""
+    """By scaled_dot_product_attention; query heads share their KV head uncopied wherever that can be."""
     batch, q_len, q_heads, head_dim = q.shape
     kv_heads, bias, causal = k.shape[2], visible.bias, visible.causal
     group = q_heads // kv_heads
@@ -204,9 +207,10 @@ def _attend_fused(
         out = scaled_dot_product_attention(grouped, keys, values, bias, 0.0, causal, scale=scale)
         return out.permute(2, 0, 1, 3).reshape(1, q_len, q_heads, v.shape[-1])
     if not causal and (bias is None or bias.shape[2] == 1):
-        rows = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        rows = q.reshape(batch, q_len, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = scaled_dot_product_attention(rows, keys, values, bias, scale=scale)
-        return out.unflatten(2, (group, q_len)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        out = out.reshape(batch, kv_heads, group, q_len, v.shape[-1])
+        return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
     if bias is not None:
         # With a mask and shared heads torch has no fused kernel on a GPU and would hold all scores at once.
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
@@ -233,7 +237,8 @@ def attend_stepwise(
     batch, q_len, q_heads, head_dim = q.shape
     kv_heads, kv_len = k.shape[2], k.shape[1]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    rows = (q.float() * scale).unflatten(2, (kv_heads, q_heads // kv_heads)).permute(0, 2, 3, 1, 4)
+    scaled = (q.float() * scale).reshape(batch, q_len, kv_heads, q_heads // kv_heads, head_dim)
+    rows = scaled.permute(0, 2, 3, 1, 4)
     keys, values = _head_major(k).transpose(-1, -2), _head_major(v)
     keep = visible.keep
     if visible.causal:
@@ -251,7 +256,7 @@ def attend_stepwise(
 
 
 def _head_major(x: torch.Tensor) -> torch.Tensor:
-    """``[B, L, Hkv, D]`` -> contiguous float32 ``[B, Hkv, L, D]``: BLAS takes 3 times as long over strided heads."""
+    """``[B, L, Hkv, D]`` -> contiguous float32 ``[B, Hkv, L, D]``: BLAS is slow over strided heads."""
     heads = x.transpose(1, 2)
     if heads.dtype == torch.float32:
         return heads.contiguous()
@@ -266,9 +271,9 @@ def _softmax_block(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows ``[B, Hkv, G, R, D]``, keys ``[B, Hkv, D, L]``, values ``[B, Hkv, L, Dv]`` -> ``[B, Hkv, G, R, Dv]``, lse."""
-    group, num_rows = rows.shape[2:4]
-    scores = (rows.flatten(2, 3) @ keys).unflatten(2, (group, num_rows))
+    """Out and lse of rows ``[B, Hkv, G, R, D]`` over keys ``[B, Hkv, D, L]`` and values ``[B, Hkv, L, Dv]``."""
+    weighed = rows.shape[:-1]
+    scores = (rows.flatten(2, 3) @ keys).reshape(*weighed, keys.shape[-1])
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if keep is not None:
@@ -283,13 +288,12 @@ def _softmax_block(
     top = top.masked_fill(top == -torch.inf, 0)
     weights = torch.exp(scores - top[..., None]).flatten(2, 3)
     total = torch.zeros_like(top) if sinks is None else torch.exp(sinks - top)
-    out = torch.zeros(1, device=top.device)
-    for part, part_values in zip(
-        weights.split(KEY_BLOCK, dim=-1), values.split(KEY_BLOCK, dim=-2), strict=True
-    ):
-        total = total + part.sum(dim=-1).unflatten(2, (group, num_rows))
-        out = out + part @ part_values
+    out = weights.new_zeros(*weights.shape[:-1], values.shape[-1])
+    for start in range(0, keys.shape[-1], KEY_BLOCK):
+        part = weights[..., start : start + KEY_BLOCK]
+        total = total + part.sum(dim=-1).view(weighed)
+        out = out + part @ values[..., start : start + KEY_BLOCK, :]
     nothing = total == 0
     total = total.masked_fill(nothing, 1)
-    out = out.unflatten(2, (group, num_rows)) / total[..., None]
+    out = out.view(*weighed, values.shape[-1]) / total[..., None]
     return out, (top + total.log()).masked_fill(nothing, -torch.inf)

@@ -17,10 +17,11 @@ _MAX_HEAD_DIM = 256
 
 
 class FlashAttnBackend(AttentionBackend):
-    """flash_attn over keys gathered through ``req_to_token``: its own paging wants blocks of 256 tokens, not slots.
+    """flash_attn over keys gathered through ``req_to_token``: its own paging wants blocks of 256 tokens, not
+    slots.
 
-    A prefill asks the device once per step whether the table has masked tokens, since flash_attn cannot mask them
-    there. Decode reads nothing back. The package is imported when the backend is first considered.
+    A prefill asks the device once per step whether the table has masked tokens, since flash_attn cannot mask
+    them there. Decode reads nothing back. The package is imported when the backend is first considered.
 
     Args:
         may_read: whether the plan of a step may look at index values; None is on a CPU only.
@@ -84,7 +85,7 @@ class FlashAttnBackend(AttentionBackend):
         return out
 
     def fwd_decode(self, call: AttentionCall) -> torch.Tensor:
-        """As ``AttentionBackend.fwd_decode``. One row sees its keys in any order: masked ones go to the end."""
+        """As ``AttentionBackend.fwd_decode``. The order of keys does not matter here: masked ones go last."""
         plan = self._plans.plan(call.cache)
         k_layer, v_layer = call.store(plan.writes)
         reads = plan.decode_reads(call.window_size[0])
@@ -93,8 +94,8 @@ class FlashAttnBackend(AttentionBackend):
         shape = (call.q.shape[0], reads.width)
         out: torch.Tensor = self._loaded().flash_attn_with_kvcache(
             call.q[:, None],
-            k_layer.index_select(0, reads.slots).unflatten(0, shape),
-            v_layer.index_select(0, reads.slots).unflatten(0, shape),
+            k_layer.index_select(0, reads.slots).view(*shape, *k_layer.shape[1:]),
+            v_layer.index_select(0, reads.slots).view(*shape, *v_layer.shape[1:]),
             cache_seqlens=reads.counts,
             softmax_scale=call.softmax_scale,
             causal=False,

@@ -1,4 +1,4 @@
-"""Which slots one step of the flash-attn backend reads: without padding, since its kernels take lengths, not masks."""
+"""Which slots one step of the flash-attn backend reads: its kernels take lengths, not masks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FlashPlan:
         self.writes = self._steps.writes
 
     def decode_reads(self, window: int) -> CompactReads:
-        """Keys of one row per request; ``window`` is how many before its own it sees, -1 all. Waits for nothing."""
+        """Keys of one row per request; ``window`` is how many before its own it sees, -1 all. Never waits."""
         reads = self._decode.get(window)
         if reads is None:
             reads = self._decode[window] = self._plan_decode(window)

@@ -15,11 +15,13 @@ from astrai_triton.backend.slots import PlanCache
 class TorchNativeBackend(AttentionBackend):
     """scaled_dot_product_attention, over slots gathered through ``req_to_token`` where there is a cache.
 
-    Decode is one batched call whatever the number of requests and reads nothing back from a device. Its bits do not
-    depend on batch mates; how torch and BLAS block a prefill is theirs, so there that holds to rounding.
+    Decode is one batched call whatever the number of requests and reads nothing back from a device. Its bits
+    do not depend on batch mates; how torch and BLAS block a prefill is theirs, so there that holds to
+    rounding.
 
     Args:
-        may_read: whether the plan of a step may look at index values; None is on a CPU only, where it is free.
+        may_read: whether the plan of a step may look at index values; None is on a CPU only, where it is
+            free.
     """
 
     name: ClassVar[ATTN_BACKEND] = ATTN_BACKEND.TORCH_NATIVE
@@ -59,7 +61,9 @@ class TorchNativeBackend(AttentionBackend):
         q, outs = call.q, []
         for reads in plan.prefill_reads(call.is_causal, call.window_size, call.attn_mask):
             num_rows = reads.batch * reads.q_len
-            rows = q[reads.first_row : reads.first_row + num_rows].unflatten(0, (reads.batch, reads.q_len))
+            rows = q[reads.first_row : reads.first_row + num_rows].view(
+                reads.batch, reads.q_len, *q.shape[1:]
+            )
             outs.append(_attend_reads(call, reads, rows, k_layer, v_layer).flatten(0, 1))
         if len(outs) == 1:
             return outs[0]

@@ -18,8 +18,9 @@ _VECTOR = 16
 def padded_width(num_keys: int) -> int:
     """Keys that decode reads for each request of a batch whose longest has ``num_keys``.
 
-    Masked keys at the end add exact zeros, so a request's bits are the same under every width for which torch sums in
-    the same order: whole vectors, and beyond 256 keys whole blocks, since BLAS splits longer sums as it sees fit.
+    Masked keys at the end add exact zeros, so a request's bits are the same under every width for which torch
+    sums in the same order: whole vectors, and beyond 256 keys whole blocks, since BLAS splits longer sums as
+    it sees fit.
     """
     step = _VECTOR if num_keys <= KEY_BLOCK else KEY_BLOCK
     return -(-num_keys // step) * step

@@ -22,8 +22,8 @@ def apply_rotary_emb(
 
     Args:
         x: ``[..., H, D]`` float16, bfloat16 or float32, such as ``[T, H, D]`` or ``[B, L, H, D]``.
-        freqs_cis: ``[..., R/2, 2]`` float32 (cos, sin), leading dimensions those of x without H, or broadcastable to
-            them; or the pair (cos, sin), each ``[..., R/2]``. R is even and at most D.
+        freqs_cis: ``[..., R/2, 2]`` float32 (cos, sin), leading dimensions those of x without H, or
+            broadcastable to them; or the pair (cos, sin), each ``[..., R/2]``. R is even and at most D.
         pairing: elements that turn together: "adjacent" (2i, 2i + 1), "half" (i, i + R/2).
 
     Returns:
@@ -58,7 +58,8 @@ def _check(x: torch.Tensor, freqs_cis: torch.Tensor) -> None:
         raise TypeError(f"x: wanted float16, bfloat16 or float32, got {x.dtype}")
     if freqs_cis.dtype != torch.float32:
         raise TypeError(
-            f"freqs_cis: wanted float32, got {freqs_cis.dtype}; keep the table in float32, low precision loses positions"
+            f"freqs_cis: wanted float32, got {freqs_cis.dtype}; build the table in float32, "
+            "low precision loses positions"
         )
     if freqs_cis.dim() < 2 or freqs_cis.shape[-1] != 2:
         raise ValueError(
@@ -66,7 +67,8 @@ def _check(x: torch.Tensor, freqs_cis: torch.Tensor) -> None:
         )
     if x.dim() < 2 or 2 * freqs_cis.shape[-2] > x.shape[-1]:
         raise ValueError(
-            f"freqs_cis: wanted rotary_dim at most the head_dim of x, got {2 * freqs_cis.shape[-2]} for {tuple(x.shape)}"
+            f"freqs_cis: wanted rotary_dim at most the head_dim of x, got {2 * freqs_cis.shape[-2]} "
+            f"for x {tuple(x.shape)}"
         )
     leading, wanted = freqs_cis.shape[:-2], x.shape[:-2]
     if leading != wanted and (
@@ -74,21 +76,20 @@ def _check(x: torch.Tensor, freqs_cis: torch.Tensor) -> None:
         or any(have not in (1, want) for have, want in zip(reversed(leading), reversed(wanted), strict=False))
     ):
         raise ValueError(
-            f"freqs_cis: wanted leading dimensions {tuple(wanted)} of x without heads, or broadcastable to them, "
-            f"got {tuple(leading)}"
+            f"freqs_cis: wanted leading dimensions {tuple(wanted)} of x without heads, or broadcastable "
+            f"to them, got {tuple(leading)}"
         )
 
 
 def _rotate_adjacent(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     """A pair is a complex number, turned by one multiplication."""
-    turned = _as_complex(x.float().unflatten(-1, (freqs_cis.shape[-2], 2))) * _as_complex(
-        freqs_cis
-    ).unsqueeze(-2)
+    pairs = x.float().reshape(*x.shape[:-1], freqs_cis.shape[-2], 2)
+    turned = _as_complex(pairs) * _as_complex(freqs_cis).unsqueeze(-2)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 def _rotate_half(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin) as (b, a) * (-sin, sin) + (a, b) * (cos, cos): two passes over x."""
+    """(a, b) -> (a cos - b sin, b cos + a sin), as (b, a) * (-sin, sin) + (a, b) * (cos, cos)."""
     cos, sin = freqs_cis.unsqueeze(-3).unbind(-1)
     full = x.float()
     first, second = full.chunk(2, dim=-1)

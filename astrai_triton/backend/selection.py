@@ -1,7 +1,7 @@
 """Which backend runs a call: an explicit context beats ``ASTR_BACKEND`` beats the automatic order.
 
-An explicit choice is strict: if it cannot run the call, that is an error with the reason. Only the automatic order
-goes on to the next backend.
+An explicit choice is strict: if it cannot run the call, that is an error with the reason. Only the automatic
+order goes on to the next backend.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def parse_backend(backend: ATTN_BACKEND | str, source: str = "backend") -> ATTN_
 def attn_backend(backend: ATTN_BACKEND | str) -> contextlib.AbstractContextManager[ATTN_BACKEND]:
     """Context in which every ``attention()`` of this thread or task runs on ``backend``, strictly.
 
-    Context variables do not follow work into another thread: capture ``current_backend()`` and re-enter there.
+    Context variables do not follow work into another thread: capture ``current_backend()`` and re-enter
+    there.
 
     Args:
         backend: a member of ``ATTN_BACKEND`` or its name.

@@ -1,8 +1,8 @@
 """One step's way from positions to slots: checked, made safe to read, and kept for all layers of the step.
 
-Nothing that is not referenced is ever read: a position that must not count (past the end, a negative slot, hidden by
-a mask) reads the request's first wanted slot again and its score is masked. So whatever lies in unused slots, NaN
-included, cannot reach a result, without a second pass over K and V.
+Nothing that is not referenced is ever read: a position that must not count (past the end, a negative slot,
+hidden by a mask) reads the request's first wanted slot again and its score is masked. So whatever lies in
+unused slots, NaN included, cannot reach a result, without a second pass over K and V.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Writes:
     """bool scalar on the device, False when no row has a slot; None when that is known not to be so."""
 
     def store(self, layer: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put ``[T, Hkv, D]`` rows into ``layer [size, Hkv, D]``, in place; rows without a slot are dropped."""
+        """Put rows ``[T, Hkv, D]`` into layer ``[size, Hkv, D]``, in place; rows without a slot are lost."""
         if self.rows is not None:
             rows = rows.index_select(0, self.rows)
             if self.any_row is not None:
@@ -42,8 +42,8 @@ class SlotTable:
 
     Args:
         cache: the step's cache. Not kept, so that nothing made from it outlives its step.
-        may_read: whether asking a tensor for a value is free. On a CPU it is, and slots and rows out of range are then
-            errors; on a device it would wait for the queue, and they count as negative slots.
+        may_read: whether asking a tensor for a value is free. On a CPU it is, and slots and rows out of range
+            are then errors; on a device it would wait for the queue, and they count as negative slots.
     """
 
     def __init__(self, cache: KVCache, may_read: bool) -> None:
@@ -89,7 +89,7 @@ class SlotTable:
         return slots, wanted & (slots >= 0) & (slots < self._size)
 
     def redirect(self, slots: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """``[n, W]`` slots with each unwanted one replaced by the first wanted slot of its request, flattened."""
+        """``[n, W]`` slots, each unwanted one replaced by the first wanted one of its request, flattened."""
         first = wanted.int().argmax(dim=1, keepdim=True)
         return self._clamp(torch.where(wanted, slots, slots.gather(1, first))).flatten()
 
@@ -120,7 +120,8 @@ class SlotTable:
         largest = int(slots.max()) if slots.numel() else -1
         if largest >= self._size:
             raise ValueError(
-                f"kv_cache.{field}: wanted slots below the pool size {self._size} (negative is masked), got {largest}"
+                f"kv_cache.{field}: wanted slots below the pool size {self._size} (negative is masked), "
+                f"got {largest}"
             )
 
 

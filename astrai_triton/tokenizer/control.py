@@ -167,8 +167,8 @@ class ChatCover:
     In every string of messages and tools, each character that begins some added token gets a stand-in.
     Whatever the template then trims, cuts, joins or re-quotes, a token that appears begins in text of the
     template's own. Two things stay: the role, which some templates put between ``<|`` and ``|>`` to make a
-    token (so only known roles may come here), and non-special tokens such as ``<think>`` in the assistant's own
-    text, which the model wrote as tokens and templates look for.
+    token (so only known roles may come here), and non-special tokens such as ``<think>`` in the assistant's
+    own text, which the model wrote as tokens and templates look for.
 
     Args:
         tokens: all added tokens but those for white space.

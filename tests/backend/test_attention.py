@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from strategies import assert_close, build_packed, expected_packed, packed_case
 
 from astrai_triton.backend import attention
+from strategies import assert_close, build_packed, expected_packed, packed_case
 
 
 def dense_arguments(**changes: Any) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from types import ModuleType
 from typing import Any
 
 import attrs
-import oracle
 import pytest
-import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import Heads, PackedCase, assert_close, build_packed, expected_packed, make_call, packed_case
 
+import oracle
+import strategies
 from astrai_triton.backend import FlashAttnBackend
 from astrai_triton.backend.base import AttentionCall, Forward
+from strategies import Heads, PackedCase, assert_close, build_packed, expected_packed, make_call, packed_case
 
 
 def options_of(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from strategies import build_packed, packed_case
 
 from astrai_triton.backend.plan import StepPlan, padded_width
+from strategies import build_packed, packed_case
 
 
 def test_decode_reads_whole_vectors_and_past_256_keys_whole_blocks() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, assert_close
 
+import oracle
 from astrai_triton.backend import apply_rotary_emb
+from strategies import DTYPES, assert_close
 
 PAIRINGS = ["adjacent", "half"]
 
@@ -59,7 +59,8 @@ def test_the_leading_elements_turn_and_the_rest_stays(
     if dtype == torch.float32:
         torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-6)
     else:
-        # Computed in float32 and rounded once: the float64 result rounded, or its neighbour where it lies between.
+        # Computed in float32 and rounded once: the float64 result rounded, or its neighbour where it lies
+        # between.
         torch.testing.assert_close(got, want.to(dtype), atol=0, rtol=2 * torch.finfo(dtype).eps)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
-from strategies import build_packed, packed_case
 
 from astrai_triton.backend import (
     ATTN_BACKEND,
@@ -21,6 +19,7 @@ from astrai_triton.backend import (
 from astrai_triton.backend.base import AttentionCall
 from astrai_triton.backend.selection import select
 from astrai_triton.errors import BackendError, UnknownBackendError, UnsupportedCallError
+from strategies import build_packed, packed_case
 
 ROWS = torch.randn(1, 2, 2, 8, generator=torch.Generator().manual_seed(0))
 CALL = AttentionCall(ROWS, ROWS, ROWS, None, 0, None, False, "dense", None, (-1, -1), 0.0, None)
@@ -32,10 +31,10 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def flash_without_cuda() -> Iterator[str]:
+def flash_without_cuda() -> str:
     """Why the flash backend refuses here: the package is missing, or the tensors are not on a GPU."""
     reason = backend_reasons()["flash"]
-    yield "flash_attn cannot be imported" if reason else "flash_attn needs CUDA tensors"
+    return "cannot be imported" if reason else "flash_attn needs CUDA tensors"
 
 
 def test_the_automatic_order_ends_at_the_torch_backend() -> None:
@@ -169,7 +168,7 @@ def test_automatic_goes_on_to_the_next_backend_only_when_one_refuses(monkeypatch
         return "not today"
 
     monkeypatch.setattr(TorchNativeBackend, "why_not", refuse)
-    with pytest.raises(UnsupportedCallError, match="flash: .*; torch_native: not today"):
+    with pytest.raises(UnsupportedCallError, match=r"flash: .*; torch_native: not today"):
         attention(ROWS, ROWS, ROWS)
     assert asked == ["torch_native"]
 

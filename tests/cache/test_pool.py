@@ -324,7 +324,8 @@ def test_stats_count_the_lookups_of_tasks_that_took_pages() -> None:
     assert refused is not None
     pool.close(refused)
     assert (pool.stats().hits_tokens, pool.stats().lookup_tokens) == (0, 16)
-    run(pool, [*CHAIN, 1, 2])
+    lease = take(pool, [*CHAIN, 1, 2])
+    pool.extend(lease, 30)
     assert (pool.stats().hits_tokens, pool.stats().lookup_tokens) == (16, 34)
 
 

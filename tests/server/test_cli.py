@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import socket
@@ -127,6 +128,18 @@ def test_an_unforeseen_error_is_one_line_that_names_its_type(monkeypatch: pytest
     assert_fails_with(
         invoke("generate", "x"), 1, "Error: ZeroDivisionError: a b (--debug shows the traceback)"
     )
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "1000"), ("7", "7")])
+def test_idle_threads_spin_briefly_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", given or "")
+    if given is None:
+        monkeypatch.delenv("GOMP_SPINCOUNT")
+    invoke("info")
+    assert os.environ["GOMP_SPINCOUNT"] == used
 
 
 # serve
