@@ -257,7 +257,8 @@ def expected_packed(case: PackedCase, tensors: Tensors, *, layer_id: int = 1) ->
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     """Within what the dtype of ``got`` can hold.
 
-    1e-5 for float32; a few units of the last place for the others, since torch rounds the softmax weights to them too.
+    1e-5 for float32; a few units of the last place for the others, since torch rounds the softmax weights to
+    them too.
     """
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[got.dtype]
     torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)

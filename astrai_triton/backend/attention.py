@@ -35,11 +35,11 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention, dense and differentiable or over the KV cache.
 
-    Without ``kv_cache`` q ``[B, Lq, Hq, D]`` attends to k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]``. With it
-    q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]`` are the packed rows of this step: k and v are
-    written to the slots ``kv_cache.out_cache_loc`` of layer ``layer_id``, in place, then each request attends
-    to its whole cache, without gradients. A row that sees no key gives 0. What no row sees (unused slots,
-    masked keys) may hold anything, NaN included.
+    Without ``kv_cache`` q ``[B, Lq, Hq, D]`` attends to k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]``. With
+    it q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]`` are the packed rows of this step: k and v
+    are written to the slots ``kv_cache.out_cache_loc`` of layer ``layer_id``, in place, then each request
+    attends to its whole cache, without gradients. A row that sees no key gives 0. What no row sees (unused
+    slots, masked keys) may hold anything, NaN included.
 
     Args:
         q: float16, bfloat16 or float32; any strides with a unit last dimension.

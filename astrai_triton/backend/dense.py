@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 SCORE_BUDGET = 1 << 24
 """Scores that the float32 path holds at once, 64 MiB; longer calls go by blocks of rows."""
 
-
 KEY_BLOCK = 256
 """Keys that the float32 path sums at once: BLAS splits longer sums, and bits would depend on padding."""
 
@@ -125,8 +124,9 @@ def attend_dense(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q ``[B, Lq, Hq, D]`` over k ``[B, L, Hkv, D]``, v ``[B, L, Hkv, Dv]``; options as in
-    ``attention()``.
+    """Attention of q ``[B, Lq, Hq, D]`` over k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]``.
+
+    Arguments are those of ``attention()`` and not checked again.
 
     Returns:
         out ``[B, Lq, Hq, Dv]``; with ``return_lse`` also the natural-log float32 ``[B, Lq, Hq]`` log-sum-exp
@@ -167,8 +167,9 @@ def attend(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention where every entry of k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]`` that some row sees is
-    finite.
+    """Attention of q ``[B, Lq, Hq, D]`` over k ``[B, L, Hkv, D]`` and v ``[B, L, Hkv, Dv]``.
+
+    Keys that no row of a request sees must be finite, except in a request where no row sees anything.
 
     Returns:
         ``[B, Lq, Hq, Dv]``, dtype of q.
@@ -271,7 +272,7 @@ def _softmax_block(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse of rows ``[B, Hkv, G, R, D]`` over keys ``[B, Hkv, D, L]`` and values ``[B, Hkv, L, Dv]``."""
+    """Out and lse of rows ``[B, Hkv, G, R, D]`` over keys ``[B, Hkv, D, L]``, values ``[B, Hkv, L, Dv]``."""
     weighed = rows.shape[:-1]
     scores = (rows.flatten(2, 3) @ keys).reshape(*weighed, keys.shape[-1])
     if softcap:

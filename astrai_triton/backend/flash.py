@@ -17,11 +17,11 @@ _MAX_HEAD_DIM = 256
 
 
 class FlashAttnBackend(AttentionBackend):
-    """flash_attn over keys gathered through ``req_to_token``: its own paging wants blocks of 256 tokens, not
-    slots.
+    """flash_attn over keys gathered through ``req_to_token``.
 
-    A prefill asks the device once per step whether the table has masked tokens, since flash_attn cannot mask
-    them there. Decode reads nothing back. The package is imported when the backend is first considered.
+    Its own paging wants blocks of 256 tokens, not single slots. A prefill asks the device once per step
+    whether the table has masked tokens, since flash_attn cannot mask them there. Decode reads nothing back.
+    The package is imported when the backend is first considered.
 
     Args:
         may_read: whether the plan of a step may look at index values; None is on a CPU only.

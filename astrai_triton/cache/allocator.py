@@ -15,13 +15,13 @@ class Allocator:
 
     ::
 
-                 alloc                        last release, recorded
-        free  ------------->  owned  -------------------------------->  cached
-              <-------------         <--------------------------------
-         ^     last release,                     retain                    |
-         |     not recorded                                                |
-         +-----------------------------------------------------------------+
-                          eviction by alloc (oldest first) or by evict
+                     alloc                 last release, recorded
+        free  ----------------------->  owned  ----------------------->  cached
+         ^ ^                           |     ^                             |  |
+         | +---------------------------+     +-----------------------------+  |
+         |   last release, not recorded                   retain              |
+         +--------------------------------------------------------------------+
+                    eviction by alloc or evict, the first released first
 
     Free pages are bits of ``_WORD_BITS``-wide words, with one summary bit per word that has any, so the
     lowest free page is found in constant time. Cached pages leave in the order in which they were released:

@@ -21,13 +21,13 @@ _LISTED = 5
 
 
 def choose_dtype(device: torch.device | str) -> torch.dtype:
-    """The dtype a model runs fastest in on ``device`` without losing more than its checkpoint already has.
+    """The dtype a model runs fastest in on ``device``.
 
     A GPU gets bfloat16, or float16 where it only emulates bfloat16. A CPU gets bfloat16 if it has AMX, else
     float32. Other devices get float32.
 
-    CPU time in ms of all linear layers of SmolLM2-135M for 1, 16 and 128 rows (LM head on at most 16), the better
-    operand order each; one core of a Xeon (family 6, model 207), torch 2.13, 2026-11-30:
+    CPU time in ms of all linear layers of SmolLM2-135M for 1, 16 and 128 rows (LM head on at most 16), the
+    better operand order each; one core of a Xeon (family 6, model 207), torch 2.13, 2026-11-30:
 
     ==========================  ============  =============
     oneDNN instruction set      bfloat16      float32

@@ -8,7 +8,7 @@ import transformers
 
 from astrai_triton.checkpoint.hf import convert_tensors, parse_config
 from astrai_triton.model import Decoder
-from model.random_models import dense_logits, relative_error
+from random_models import dense_logits, relative_error
 
 SEQ_LEN = 32
 SIZES = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from astrai_triton.model import LayerConfig, RopeConfig
-from model.random_models import ROPE, small_config
+from random_models import ROPE, small_config
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from astrai_triton.cache import PagePool
 from astrai_triton.errors import WeightsMismatchError
 from astrai_triton.model import Decoder, LayerConfig, RopeConfig, choose_dtype, permute_pairing
-from model.random_models import (
+from random_models import (
     VARIANTS,
     dense_logits,
     random_decoder,
