@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
 from hypothesis import strategies as st
 
 import oracle
-from astrai_triton.backend import AttentionCall
+from astrai_triton.backend import AttentionCall, TorchNativeBackend
 from astrai_triton.backend.base import Forward
 from astrai_triton.kvcache import KVCache
 from astrai_triton.schedule import build_indptr, build_q_tiles
@@ -200,7 +201,7 @@ def build_packed(case: PackedCase, *, n_layers: int = 2) -> Tensors:
     )
 
 
-def packed_case(q_lens: Sequence[int], kv_lens: Sequence[int], **changes: object) -> PackedCase:
+def packed_case(q_lens: Sequence[int], kv_lens: Sequence[int], **changes: Any) -> PackedCase:
     """A plain case of those lengths: float32, 3 query heads on each of 2 KV heads of 16, page 4, causal."""
     plain = PackedCase(
         heads=Heads(dtype=torch.float32, head_dim=16, value_dim=16, kv_heads=2, group=3),
@@ -252,6 +253,15 @@ def expected_packed(case: PackedCase, tensors: Tensors, *, layer_id: int = 1) ->
         sinks=tensors.sinks,
     )
     return out
+
+
+def run_native(
+    case: PackedCase, tensors: Tensors, *, may_read: bool | None = None, fwd: Forward | None = None
+) -> torch.Tensor:
+    """The backend's own output, on a fresh plan."""
+    if fwd is None:
+        fwd = "decode" if set(case.q_lens) <= {1} else "prefill"
+    return TorchNativeBackend(may_read).forward(make_call(case, tensors, fwd=fwd))
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -74,6 +74,5 @@ def _attend_reads(
     call: AttentionCall, reads: Reads, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
 ) -> torch.Tensor:
     """q ``[batch, q_len, Hq, D]`` over the gathered keys -> ``[batch, q_len, Hq, Dv]``."""
-    keys = k_layer.index_select(0, reads.slots).view(reads.batch, reads.width, *k_layer.shape[1:])
-    values = v_layer.index_select(0, reads.slots).view(reads.batch, reads.width, *v_layer.shape[1:])
+    keys, values = reads.gather(k_layer, v_layer)
     return attend(q, keys, values, reads.visible, call.softmax_scale, call.softcap, call.sinks)

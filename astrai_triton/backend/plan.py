@@ -39,6 +39,18 @@ class Reads:
     slots: torch.Tensor
     """``[batch * width]`` int64, every one of them readable."""
     visible: Visibility
+    keys: torch.Tensor
+    """``[batch * width, Hkv, D]`` scratch that every layer of the step gathers into: taken anew for each
+    layer, that much memory may cost more page faults than the copy."""
+    values: torch.Tensor
+    """``[batch * width, Hkv, Dv]`` scratch."""
+
+    def gather(self, k_layer: torch.Tensor, v_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[batch, width, Hkv, ...]`` of layers ``[size, Hkv, ...]``, valid until the next call."""
+        torch.index_select(k_layer, 0, self.slots, out=self.keys)
+        torch.index_select(v_layer, 0, self.slots, out=self.values)
+        shape = (self.batch, self.width)
+        return self.keys.view(*shape, *k_layer.shape[1:]), self.values.view(*shape, *v_layer.shape[1:])
 
 
 class StepPlan:
@@ -53,6 +65,7 @@ class StepPlan:
         self.table = SlotTable(cache, may_read)
         self._kv_indptr = cache.kv_indptr
         self._context = cache.req_to_token.shape[1]
+        self._head_shapes = (cache.k_buffer.shape[2:], cache.v_buffer.shape[2:])
         self._decode: dict[int, Reads] = {}
         self._prefill: dict[tuple[bool, int, int], tuple[Reads, ...]] = {}
         self.writes = self.table.plan_writes(cache.out_cache_loc)
@@ -95,7 +108,7 @@ class StepPlan:
         span = table.max_len if window < 0 else min(table.max_len, window + 1)
         width = padded_width(span)
         if batch == 0 or width == 0:
-            return Reads(0, batch, 1, 0, torch.empty(0, dtype=torch.long, device=device), Visibility())
+            return self._reads(0, batch, 1, torch.empty(0, dtype=torch.long, device=device), Visibility())
         steps = torch.arange(width, device=device)
         kv_lens = table.kv_lens[:, None]
         positions = (kv_lens - span).clamp(min=0) + steps if window >= 0 else steps.expand(batch, width)
@@ -105,7 +118,7 @@ class StepPlan:
         if attn_mask is not None and attn_mask.numel():
             scores = (self._kv_indptr[:-1, None] + positions).clamp(max=attn_mask.shape[0] - 1)
             keep = keep & attn_mask[scores]
-        return Reads(0, batch, 1, width, table.redirect(slots, keep), self._visible(keep[:, None]))
+        return self._reads(0, batch, 1, table.redirect(slots, keep), self._visible(keep[:, None]))
 
     def _plan_prefill(
         self, is_causal: bool, window_size: tuple[int, int], attn_mask: torch.Tensor | None
@@ -121,7 +134,7 @@ class StepPlan:
             if q_len:
                 requests = slice(request, request + batch)
                 slots, visible = self._plan_run(requests, q_len, kv_len, is_causal, window_size, mask)
-                yield Reads(row, batch, q_len, slots.shape[0] // batch, slots, visible)
+                yield self._reads(row, batch, q_len, slots, visible)
             request += batch
             row += batch * q_len
 
@@ -157,6 +170,18 @@ class StepPlan:
         if mask is not None:
             sees = sees & mask[:, :, first:]
         return table.redirect(slots, sees.any(dim=1)), self._visible(sees)
+
+    def _reads(
+        self, first_row: int, batch: int, q_len: int, slots: torch.Tensor, visible: Visibility
+    ) -> Reads:
+        # Not inference tensors, so that a later layer may also write to them outside of inference mode.
+        with torch.inference_mode(mode=False):
+            keys, values = (
+                torch.empty(slots.shape[0], *shape, dtype=self.table.dtype, device=self.table.device)
+                for shape in self._head_shapes
+            )
+        width = slots.shape[0] // batch if batch else 0
+        return Reads(first_row, batch, q_len, width, slots, visible, keys, values)
 
     def _visible(self, keep: torch.Tensor | None) -> Visibility:
         if keep is None:

@@ -100,5 +100,5 @@ def _rotate_half(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
 def _as_complex(pairs: torch.Tensor) -> torch.Tensor:
     """``[..., 2]`` seen as complex, copied only where its strides allow no such view."""
     if pairs.stride(-1) != 1 or pairs.storage_offset() % 2 or any(s % 2 for s in pairs.stride()[:-1]):
-        pairs = pairs.contiguous()
+        pairs = pairs.clone(memory_format=torch.contiguous_format)
     return torch.view_as_complex(pairs)

@@ -113,6 +113,7 @@ def test_strided_views_are_taken_as_they_are_and_stay_untouched(pairing: Any) ->
         make_rows(2, 3, 16).transpose(0, 1),
         make_rows(6, 2, 16)[::2],
         make_rows(3, 2, 32)[..., ::2],
+        make_rows(3 * 2 * 16 + 1)[1:].view(3, 2, 16),
         odd,
     ]
     for x in views:
