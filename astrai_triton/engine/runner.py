@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from astrai_triton.backend import attn_backend
+from astrai_triton.backend import ATTN_BACKEND, attn_backend
 from astrai_triton.cache import Lease, PagePool
 from astrai_triton.engine.sampling import SampledToken, SamplingPipeline
 from astrai_triton.engine.task import Task
@@ -126,3 +126,11 @@ def _pack_rows(
         np.array(positions, dtype=np.int64),
         np.array(last_rows, dtype=np.int64),
     )
+
+
+def group_by_backend(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Chunks of one attention backend each: what one forward can run."""
+    groups: dict[ATTN_BACKEND | None, list[Chunk]] = {}
+    for chunk in chunks:
+        groups.setdefault(chunk.task.backend, []).append(chunk)
+    return list(groups.values())

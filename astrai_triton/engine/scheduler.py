@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from astrai_triton.cache import PagePool
 from astrai_triton.engine.budget import share_budget
 from astrai_triton.engine.result import FinishReason, TokenEvent, wake_readers
-from astrai_triton.engine.runner import Chunk, ModelRunner
+from astrai_triton.engine.runner import Chunk, ModelRunner, group_by_backend
 from astrai_triton.engine.sampling import SampledToken
 from astrai_triton.engine.stats import StepStats
 from astrai_triton.engine.task import Task
@@ -279,7 +279,7 @@ class InferenceScheduler:
         self._run([Chunk(task, 1) for task in self._running if task.num_generated and task.num_pending == 1])
 
     def _run(self, chunks: Sequence[Chunk]) -> None:
-        for group in _group_by_backend(self._reserve(chunks)):
+        for group in group_by_backend(self._reserve(chunks)):
             for chunk, token in self._forward(group):
                 self._advance(chunk, token)
         self._announce()
@@ -345,9 +345,7 @@ class InferenceScheduler:
 
     def _publish(self, task: Task, event: TokenEvent) -> None:
         """Post an event; readers on an event loop are woken together by ``_announce``."""
-        if task.callback is not None:
-            event = _call_back(task, task.callback, event)
-        task.handle.post(event)
+        task.handle.post(task.call_back(event))
         self._unread.append(task)
 
     def _announce(self) -> None:
@@ -379,26 +377,3 @@ class InferenceScheduler:
         with self._lock:
             self._num_open -= len(tasks)
             self._lock.notify_all()
-
-
-def _call_back(task: Task, callback: Callable[[TokenEvent], None], event: TokenEvent) -> TokenEvent:
-    """Call the task's callback; what it raises ends the task, and the callback sees that end too."""
-    try:
-        callback(event)
-    except Exception as error:
-        # A callback's fault ends its own task.
-        logger.exception("the callback of task %s failed", task.handle.id)
-        event = task.end("error", error=error)
-        try:
-            callback(event)
-        except Exception:
-            # It was told; there is nobody left to tell.
-            logger.exception("the callback of task %s failed again", task.handle.id)
-    return event
-
-
-def _group_by_backend(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    groups: dict[object, list[Chunk]] = {}
-    for chunk in chunks:
-        groups.setdefault(chunk.task.backend, []).append(chunk)
-    return list(groups.values())

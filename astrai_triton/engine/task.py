@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,6 +15,8 @@ from astrai_triton.engine.result import FinishReason, TaskHandle, TokenEvent
 from astrai_triton.engine.sampling import SampledToken, SampleRow
 from astrai_triton.engine.stops import StopMatcher
 from astrai_triton.errors import NonFiniteLogitsError
+
+logger = logging.getLogger("astrai.engine")
 
 
 class TextDecoder(Protocol):
@@ -141,6 +144,26 @@ class Task:
             cached_tokens=self.cached_tokens,
             completion_tokens=self.num_generated,
         )
+
+    def call_back(self, event: TokenEvent) -> TokenEvent:
+        """Call the callback, if there is one; what it raises ends the task, and it is told of that end too.
+
+        Returns:
+            The event that counts: ``event``, or the end with the callback's error.
+        """
+        if self.callback is None:
+            return event
+        try:
+            self.callback(event)
+        except Exception as error:
+            logger.exception("the callback of task %s failed", self.handle.id)
+            event = self.end("error", error=error)
+            try:
+                self.callback(event)
+            except Exception:
+                # It was told; there is nobody left to tell.
+                logger.exception("the callback of task %s failed again", self.handle.id)
+        return event
 
 
 def select_stop_ids(params: SamplingParams, model_stop_ids: frozenset[int]) -> frozenset[int]:

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
 COUNT = "Count from 1 to 12."
 GREEDY = REFERENCE["greedy_float32"]
-# In float64 the two best logits of this token differ by 0.0015 in favour of the other one: less than the float16 KV
-# cache of the reference resolves. Up to there the texts must agree.
+# In float64 the two best logits of this token differ by 0.0015 in favour of the other one: less than the
+# float16 KV cache of the reference resolves. Up to there the texts must agree.
 NEAR_TIE = {"Write one sentence about the sea.": 19}
 
 
