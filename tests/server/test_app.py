@@ -171,29 +171,7 @@ def test_an_unexpected_fault_is_logged_and_stays_inside(caplog: pytest.LogCaptur
     assert body["request_id"] in caplog.text
 
 
-# Large and odd bodies
-
-
-@pytest.mark.parametrize("path", POST_ROUTES)
-def test_twenty_thousand_messages_are_handled(path: str) -> None:
-    engine = FakeEngine(max_seq_len=1 << 20)
-    answer = post(path, {"messages": [{"role": "user", "content": "x"}] * 20_000}, engine)
-    assert answer.status == 200
-    assert len(engine.prompts[0]) == 20_000 * len("<user>x") + len("<assistant>")
-
-
-def test_a_large_body_does_not_stall_other_requests() -> None:
-    async def use(client: Client) -> None:
-        messages = [{"role": "user", "content": "x" * 100}] * 20_000
-        large = asyncio.ensure_future(client.post(POST_ROUTES[0], {"messages": messages}))
-        num_answered = 0
-        while not large.done():
-            num_answered += (await client.send("GET", "/health")).status == 200
-        assert (await large).status == 200
-        # Read or tokenised in the event loop, the body would leave time for a handful.
-        assert num_answered > 20
-
-    ask(FakeEngine(max_seq_len=1 << 22), use)
+# Odd bodies
 
 
 def test_content_that_looks_like_control_tokens_reaches_the_tokenizer_as_text() -> None:
