@@ -130,7 +130,7 @@ def test_an_unforeseen_error_is_one_line_that_names_its_type(monkeypatch: pytest
     )
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, "1000"), ("7", "7")])
+@pytest.mark.parametrize(("given", "used"), [(None, "10000"), ("7", "7")])
 def test_idle_threads_spin_briefly_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
 ) -> None:
