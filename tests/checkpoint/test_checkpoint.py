@@ -11,6 +11,8 @@ import torch
 
 from astrai_triton.checkpoint import Checkpoint, export_directory, open_checkpoint, resolve
 from astrai_triton.errors import CorruptFileError, TokenizerError, UnknownModelError
+from astrai_triton.model import Decoder
+from random_models import dense_logits, relative_error
 
 Make = Callable[..., Any]
 Write = Callable[..., Path]
@@ -29,6 +31,23 @@ def test_both_formats_of_a_model_give_equal_tensors(
     assert got.keys() == wanted.keys()
     for name in wanted:
         assert torch.equal(got[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("pairing", [None, "adjacent", "half"])
+def test_both_formats_of_a_model_give_equal_logits(
+    pairing: Any, arch: str, make_model: Make, write_gguf: Write, tmp_path: Path
+) -> None:
+    # Without a pairing every file keeps its own order: adjacent in a llama GGUF, half in safetensors.
+    model = make_model(arch)
+    paths = (write_gguf(arch, model=model), model.save(tmp_path / "hf"))
+    token_ids = torch.randint(0, 40, (24,), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for path in paths:
+        opened = open_checkpoint(path, pairing=pairing)
+        decoder = Decoder(opened.config, dtype=torch.float32, device="cpu")
+        decoder.load_weights(opened.tensors())
+        logits.append(dense_logits(decoder, token_ids))
+    assert relative_error(*logits) < 1e-5
 
 
 def test_no_pairing_leaves_the_order_of_the_file(make_model: Make, write_gguf: Write, tmp_path: Path) -> None:
