@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import astrai_triton
 from astrai_triton import errors
 
@@ -33,25 +35,50 @@ def test_the_surface_is_what_the_readme_promises() -> None:
         "FlashAttnBackend",
         "KVCache",
         "TorchNativeBackend",
+        "TritonBackend",
         "apply_rotary_emb",
         "attention",
         "attn_backend",
         "__version__",
+    }
+    ops = {
+        "attn_decode",
+        "attn_paged_decode",
+        "attn_paged_prefill",
+        "attn_prefill",
+        "merge_states",
+        "rotary_append_",
+        "rotary_emb",
+        "rotary_qk_",
     }
     every_error = {
         name
         for name, value in vars(errors).items()
         if isinstance(value, type) and issubclass(value, errors.AstraiError)
     }
-    assert set(astrai_triton.__all__) == promised | every_error
+    assert set(astrai_triton.__all__) == promised | ops | every_error
 
 
 def test_every_public_name_is_in_all() -> None:
     submodules = {
         name.removeprefix("astrai_triton.") for name in sys.modules if name.startswith("astrai_triton.")
     }
-    public = {name for name in vars(astrai_triton) if not name.startswith("_")} - submodules - {"annotations"}
+    needed_here = {"annotations", "importlib", "TYPE_CHECKING", "Any"}
+    public = {name for name in vars(astrai_triton) if not name.startswith("_")} - submodules - needed_here
     assert public <= set(astrai_triton.__all__)
+
+
+def test_the_ops_are_those_that_can_be_traced() -> None:
+    from astrai_triton import ops
+    from astrai_triton.ops import library
+
+    assert [name for name in ops.__all__ if getattr(astrai_triton, name) is not getattr(library, name)] == []
+    assert set(ops.__all__) <= set(astrai_triton.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'astrai_triton' has no attribute 'attn_encode'"):
+        astrai_triton.attn_encode  # noqa: B018
 
 
 def test_the_version_is_that_of_the_project() -> None:

@@ -1,10 +1,18 @@
-"""Rotary position embedding, independent of the attention backend."""
+"""Rotary position embedding, independent of the attention backend: one kernel, or torch with gradients."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
 from typing import Literal
 
 import torch
+
+from astrai_triton.backend.base import ATTN_BACKEND
+from astrai_triton.backend.fused import is_interpreted
+from astrai_triton.backend.selection import current_backend
 
 Pairing = Literal["adjacent", "half"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -18,7 +26,9 @@ def apply_rotary_emb(
 ) -> torch.Tensor:
     """Rotate the first R elements of every head by the angles of its position; the others stay as they are.
 
-    Computes in float32 and rounds once. Differentiable in ``x``.
+    Computes in float32 and rounds once. Differentiable in ``x``. On a GPU one Triton kernel does it, unless a
+    gradient is wanted or the kernel does not take the call (strides, traced code): then torch does. On a CPU
+    the kernel runs only under Triton's interpreter and where the backend "triton" is chosen.
 
     Args:
         x: ``[..., H, D]`` float16, bfloat16 or float32, such as ``[T, H, D]`` or ``[B, L, H, D]``.
@@ -32,6 +42,7 @@ def apply_rotary_emb(
     Raises:
         TypeError: a dtype that is not supported.
         ValueError: shapes that do not fit, or an unknown pairing.
+        UnknownBackendError: ``ASTR_BACKEND`` names no backend; looked at only under the interpreter.
     """
     if isinstance(freqs_cis, tuple):
         cos, sin = freqs_cis
@@ -47,6 +58,9 @@ def apply_rotary_emb(
         rotate = _rotate_half
     else:
         raise ValueError(f"pairing: wanted 'adjacent' or 'half', got {pairing!r}")
+    if _is_fused(x, freqs_cis):
+        out: torch.Tensor = _load_ops().rotary_emb(x, freqs_cis, pairing=pairing)
+        return out
     rotary_dim = 2 * freqs_cis.shape[-2]
     if rotary_dim == x.shape[-1]:
         return rotate(x, freqs_cis)
@@ -79,6 +93,45 @@ def _check(x: torch.Tensor, freqs_cis: torch.Tensor) -> None:
             f"freqs_cis: wanted leading dimensions {tuple(wanted)} of x without heads, or broadcastable "
             f"to them, got {tuple(leading)}"
         )
+
+
+def _is_fused(x: torch.Tensor, freqs_cis: torch.Tensor) -> bool:
+    """Whether the kernel runs the call. What it refuses is not an error here: torch can do it."""
+    wanted = current_backend() is ATTN_BACKEND.TRITON if is_interpreted() else x.is_cuda
+    if not wanted or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or freqs_cis.requires_grad):
+        return False
+    # A subclass (fake, distributed) has no memory that a kernel could read.
+    if type(x) is not torch.Tensor or type(freqs_cis) is not torch.Tensor or freqs_cis.device != x.device:
+        return False
+    pairs, head_dim = freqs_cis.shape[-2], x.shape[-1]
+    return (
+        x.dim() in (3, 4)
+        and (x.stride(-1) == 1 or head_dim == 1)
+        and pairs > 0
+        and freqs_cis.stride(-1) == 1
+        and (freqs_cis.stride(-2) == 2 or pairs == 1)
+        and _can_launch(x.device)
+        and head_dim <= _load_ops().MAX_HEAD_DIM
+    )
+
+
+@functools.cache
+def _load_ops() -> ModuleType:
+    # Importing Triton takes long, and a process that never comes here does not need it.
+    return importlib.import_module("astrai_triton.ops.rotary")
+
+
+@functools.cache
+def _can_launch(device: torch.device) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        importlib.import_module("astrai_triton.ops.launch").arch_of(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _rotate_adjacent(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:

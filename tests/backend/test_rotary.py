@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from astrai_triton.backend import apply_rotary_emb
+from astrai_triton.backend import apply_rotary_emb, attn_backend
+from astrai_triton.ops import rotary
+from astrai_triton.ops.launch import IS_INTERPRETED
 from strategies import DTYPES, assert_close
 
 PAIRINGS = ["adjacent", "half"]
@@ -194,3 +196,71 @@ def test_an_unknown_pairing_is_an_error() -> None:
     unknown: Any = "interleaved"
     with pytest.raises(ValueError, match="pairing: wanted 'adjacent' or 'half', got 'interleaved'"):
         apply_rotary_emb(torch.zeros(1, 1, 4), torch.zeros(1, 2, 2), pairing=unknown)
+
+
+interpreted = pytest.mark.skipif(
+    not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1: the kernel runs on CPU tensors here"
+)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The grid of every launch of the rotary kernel."""
+    grids = []
+    kernel = rotary.rotate_qk_kernel
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(rotary, "rotate_qk_kernel", Counted())
+    return grids
+
+
+@interpreted
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_interpreted_kernel_runs_where_triton_is_chosen(
+    pairing: Any, dtype: torch.dtype, launches: list[tuple[int, ...]]
+) -> None:
+    x, table = make_rows(2, 3, 4, 24).to(dtype), make_table(torch.arange(3), 16)
+    want = apply_rotary_emb(x, table, pairing=pairing)
+    with attn_backend("torch_native"):
+        assert torch.equal(apply_rotary_emb(x, table, pairing=pairing), want)
+    assert not launches
+    with attn_backend("triton"):
+        got = apply_rotary_emb(x, table, pairing=pairing)
+    assert len(launches) == 1
+    assert_close(got, want.double())
+
+
+@pytest.mark.parametrize(
+    ("x", "table"),
+    [
+        (make_rows(3, 2, 16).requires_grad_(), make_table(torch.arange(3), 16)),
+        (make_rows(3, 2, 32)[..., ::2], make_table(torch.arange(3), 16)),
+        (make_rows(3, 2, 16), make_table(torch.arange(3), 16).mT.contiguous().mT),
+        (make_rows(3, 2, 16), torch.zeros(3, 0, 2)),
+        (make_rows(2, 2, 3, 2, 16), make_table(torch.arange(3), 16)),
+        (make_rows(1, 1, 2048), make_table(torch.arange(1), 2048)),
+    ],
+    ids=["gradient", "strided head", "strided table", "no pairs", "five dimensions", "very wide head"],
+)
+def test_what_the_kernel_does_not_take_runs_in_torch(
+    x: torch.Tensor, table: torch.Tensor, launches: list[tuple[int, ...]]
+) -> None:
+    want = apply_rotary_emb(x, table)
+    with attn_backend("triton"):
+        got = apply_rotary_emb(x, table)
+    assert torch.equal(got, want)
+    assert got.requires_grad == x.requires_grad
+    assert not launches
+
+
+@interpreted
+def test_a_gradient_that_nobody_wants_does_not_keep_the_kernel_out(launches: list[tuple[int, ...]]) -> None:
+    x, table = make_rows(3, 2, 16).requires_grad_(), make_table(torch.arange(3), 16)
+    with attn_backend("triton"), torch.no_grad():
+        apply_rotary_emb(x, table)
+    assert len(launches) == 1

@@ -1,0 +1,1 @@
+"""Device code, and nothing else: what a program computes. ``ops`` checks, chooses and launches."""

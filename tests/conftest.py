@@ -1,0 +1,14 @@
+"""Without a GPU the kernels run in Triton's interpreter, which must be chosen before triton is imported."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from hypothesis import Phase, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# For tests that are meant to fail: the first failing case will do, it need not be the smallest.
+settings.register_profile("first_failure", phases=[Phase.explicit, Phase.generate])
