@@ -6,6 +6,7 @@ import os
 
 import click
 
+from astrai_server.cli.bench import bench
 from astrai_server.cli.check import check
 from astrai_server.cli.failure import OneLineGroup
 from astrai_server.cli.generate import generate
@@ -42,5 +43,5 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-for _command in (serve, generate, check, info):
+for _command in (serve, generate, check, info, bench):
     main.add_command(_command)

@@ -1,0 +1,19 @@
+"""``astrai bench``: one module per command; torch and Triton are imported only where a command needs them."""
+
+from __future__ import annotations
+
+import click
+
+from astrai_bench.kernels import COMMANDS
+from astrai_bench.static_command import static
+
+__all__ = ["bench"]
+
+
+@click.group()
+def bench() -> None:
+    """Measure the kernels, or tell without a GPU what to expect of them."""
+
+
+for _command in (*COMMANDS, static):
+    bench.add_command(_command)
