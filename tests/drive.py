@@ -1,15 +1,19 @@
-"""An engine over the scripted model, stepped by hand."""
+"""An engine stepped by hand, over the scripted model unless told otherwise; a stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from astrai_triton.engine import InferenceEngine, SamplingParams, TaskHandle, TokenEvent
+from astrai_triton.engine.graphs import Captured
+from astrai_triton.engine.model import Model
 from fakes import ByteTokenizer, ScriptedModel
 
 
-def build_engine(model: ScriptedModel | None = None, **sizes: Any) -> InferenceEngine:
+def build_engine(model: Model | None = None, **sizes: Any) -> InferenceEngine:
     """Paged, page 4, unless ``sizes`` say otherwise; not started."""
     sizes = {
         "max_batch_size": 8,
@@ -63,3 +67,22 @@ def assert_nothing_held(engine: InferenceEngine) -> None:
     stats = engine.get_stats()
     assert stats["pages_used"] == 0
     assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
+
+
+class Replayer:
+    """Records forwards as a CUDA graph would: the output stays where it is, replays fill it anew."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.replayed: list[int] = []
+
+    def __call__(self, forward: Callable[[], torch.Tensor]) -> Captured:
+        logits = forward()
+        size = len(logits)
+        self.sizes.append(size)
+
+        def replay() -> None:
+            self.replayed.append(size)
+            logits.copy_(forward())
+
+        return Captured(logits, replay)

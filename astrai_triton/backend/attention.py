@@ -57,7 +57,8 @@ def attention(
         sinks: ``[Hq]`` floating; one logit per q head that joins the softmax denominator without a value.
 
     Returns:
-        ``[B, Lq, Hq, Dv]`` or ``[T, Hq, Dv]``, dtype of q.
+        ``[B, Lq, Hq, Dv]`` or ``[T, Hq, Dv]``, dtype of q. In decode it may be ``kv_cache.decode_out``, which
+        the next decode call over the same workspace overwrites.
 
     Raises:
         ValueError: shapes, ranges or devices do not fit together.

@@ -79,6 +79,10 @@ class AttentionBackend(abc.ABC):
     def why_not(self, call: AttentionCall) -> str | None:
         """Why this backend cannot run ``call``; None when it can. Only asked where it is available."""
 
+    def why_not_automatic(self, call: AttentionCall) -> str | None:
+        """Why the automatic order passes over this backend for a ``call`` it can run; None: it does not."""
+        return None
+
     @abc.abstractmethod
     def fwd_decode(self, call: AttentionCall) -> torch.Tensor:
         """Write k, v at ``out_cache_loc`` and attend with one row per request: ``[B, Hq, Dv]``."""

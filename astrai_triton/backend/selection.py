@@ -14,24 +14,20 @@ from types import MappingProxyType
 
 from astrai_triton.backend.base import ATTN_BACKEND, AttentionBackend, AttentionCall
 from astrai_triton.backend.flash import FlashAttnBackend
+from astrai_triton.backend.fused import TritonBackend
 from astrai_triton.backend.native import TorchNativeBackend
 from astrai_triton.errors import UnknownBackendError, UnsupportedCallError
 
 ENVIRONMENT_VARIABLE = "ASTR_BACKEND"
 
 _BACKENDS: Mapping[ATTN_BACKEND, AttentionBackend] = MappingProxyType(
-    {backend.name: backend for backend in (FlashAttnBackend(), TorchNativeBackend())}
+    {backend.name: backend for backend in (TritonBackend(), FlashAttnBackend(), TorchNativeBackend())}
 )
 _NOT_BUILT: Mapping[ATTN_BACKEND, str] = MappingProxyType(
-    {
-        ATTN_BACKEND.TRITON: "this version of astrai_triton has no Triton attention kernels",
-        ATTN_BACKEND.CUDA: "this version of astrai_triton has no CUDA reference kernels",
-    }
+    {ATTN_BACKEND.CUDA: "this version of astrai_triton has no CUDA reference kernels"}
 )
 _AUTOMATIC = tuple(
-    _BACKENDS[kind]
-    for kind in (ATTN_BACKEND.TRITON, ATTN_BACKEND.FLASH, ATTN_BACKEND.TORCH_NATIVE)
-    if kind in _BACKENDS
+    _BACKENDS[kind] for kind in (ATTN_BACKEND.TRITON, ATTN_BACKEND.FLASH, ATTN_BACKEND.TORCH_NATIVE)
 )
 _BY_NAME: Mapping[str, ATTN_BACKEND] = MappingProxyType({backend.value: backend for backend in ATTN_BACKEND})
 
@@ -117,7 +113,7 @@ def select(call: AttentionCall) -> AttentionBackend:
 def _first_able(call: AttentionCall) -> AttentionBackend:
     refusals = []
     for backend in _AUTOMATIC:
-        reason = backend.unavailable() or backend.why_not(call)
+        reason = backend.unavailable() or backend.why_not(call) or backend.why_not_automatic(call)
         if reason is None:
             return backend
         refusals.append(f"{backend.name.value}: {reason}")

@@ -243,17 +243,21 @@ class PagePool:
             ValueError: lengths do not fit together, the slots or the workspace.
         """
         q_lens, kv_lens = tuple(q_lens), tuple(kv_lens)
-        if not len(leases) == len(q_lens) == len(kv_lens):
-            raise ValueError(
-                "leases, q_lens, kv_lens: wanted one length, "
-                f"got {len(leases)}, {len(q_lens)}, {len(kv_lens)}"
-            )
-        rows = []
-        for lease, q_len, kv_len in zip(leases, q_lens, kv_lens, strict=True):
-            if not 0 <= q_len <= kv_len - lease.frozen_len or kv_len > lease.num_slots:
-                self._check_lens(lease, q_len, kv_len)
-            rows.append(lease.row)
+        rows = self._rows_of(leases, q_lens, kv_lens)
         return self.workspace.bind(rows, q_lens, kv_lens, self.req_to_token, self.storage)
+
+    def view_padded(self, num_rows: int) -> KVCache:
+        """The decode step that ``bind_padded`` refills: its tensors stay where they are."""
+        return self.workspace.view_padded(num_rows, self.req_to_token, self.storage)
+
+    def bind_padded(self, leases: Sequence[Lease], kv_lens: Sequence[int], num_rows: int) -> None:
+        """Describe one decode row of each lease, padded to ``num_rows`` by rows that see and write nothing.
+
+        Raises:
+            As ``bind_tasks``.
+        """
+        rows = self._rows_of(leases, (1,) * len(leases), tuple(kv_lens))
+        self.workspace.bind_padded(rows, tuple(kv_lens), num_rows, self.req_to_token)
 
     def num_free_pages(self) -> int:
         """Pages ``extend`` can take: free or evictable. In contiguous mode, free rows."""
@@ -343,6 +347,20 @@ class PagePool:
                     assert order[child.page] < order[page], (
                         f"page {page} would be evicted before page {child.page}"
                     )
+
+    def _rows_of(self, leases: Sequence[Lease], q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+        """Rows of leases that can take part in such a step."""
+        if not len(leases) == len(q_lens) == len(kv_lens):
+            raise ValueError(
+                "leases, q_lens, kv_lens: wanted one length, "
+                f"got {len(leases)}, {len(q_lens)}, {len(kv_lens)}"
+            )
+        rows = []
+        for lease, q_len, kv_len in zip(leases, q_lens, kv_lens, strict=True):
+            if not 0 <= q_len <= kv_len - lease.frozen_len or kv_len > lease.num_slots:
+                self._check_lens(lease, q_len, kv_len)
+            rows.append(lease.row)
+        return rows
 
     def _check_lens(self, lease: Lease, q_len: int, kv_len: int) -> None:
         """Raise if a lease cannot take part in a step like that, and say why."""

@@ -179,6 +179,66 @@ class Workspace:
             kv_lens=kv_lens,
         )
 
+    def view_padded(self, num_rows: int, req_to_token: ReqToTokenPool, storage: KVStorage) -> KVCache:
+        """The decode step of ``num_rows`` rows that ``bind_padded`` refills: same tensors, whatever the step.
+
+        What a step knows on the host is its bound here: every request has ``max_seq_len`` K/V tokens.
+
+        Raises:
+            ValueError: more rows than the workspace was made for.
+        """
+        self._check_room(num_rows, num_rows, 0)
+        views = self._batch_views.get(num_rows) or self._view_batch(num_rows)
+        return KVCache(
+            k_buffer=storage.k_buffer,
+            v_buffer=storage.v_buffer,
+            req_to_token=req_to_token.req_to_token,
+            req_pool_indices=views.req_pool_indices,
+            seq_lens=views.seq_lens,
+            out_cache_loc=views.decode_loc,
+            max_len=self.max_seq_len,
+            kv_indptr=views.kv_indptr,
+            qo_indptr=views.decode_qo_indptr,
+            q_tile_to_batch=views.decode_tile_to_batch,
+            q_tile_to_index=views.decode_tile_to_index,
+            decode_o_part=views.decode_o_part,
+            decode_ml_part=views.decode_ml_part,
+            decode_out=views.decode_out,
+            q_lens=(1,) * num_rows,
+            kv_lens=(self.max_seq_len,) * num_rows,
+        )
+
+    def bind_padded(
+        self, rows: list[int], kv_lens: tuple[int, ...], num_rows: int, req_to_token: ReqToTokenPool
+    ) -> None:
+        """Write the plan of a decode step with ``num_rows - len(rows)`` rows that see and write nothing.
+
+        Args:
+            rows: ``[batch]`` row of each request in ``req_to_token``.
+            kv_lens: ``[batch]`` K/V tokens of each with this step's row, at least 1; the caller has checked
+                that.
+            num_rows: at least ``batch``.
+            req_to_token: position -> slot; its changes are brought to the device.
+
+        Raises:
+            ValueError: fewer rows than requests, or more rows or K/V tokens than there is room for.
+        """
+        batch = len(rows)
+        if num_rows < batch:
+            raise ValueError(f"num_rows: wanted at least the {batch} requests, got {num_rows}")
+        self._check_room(num_rows, num_rows, max(kv_lens, default=0))
+        stage = self._next_stage()
+        row_array, kv_array = np.zeros((2, num_rows), dtype=np.intp)
+        row_array[:batch], kv_array[:batch] = rows, kv_lens
+        slots = np.full(num_rows, -1, dtype=np.intp)
+        slots[:batch] = req_to_token.table[row_array[:batch], kv_array[:batch] - 1]
+        _put(stage.plan, self._req_pool_indices, row_array)
+        _put(stage.plan, self._seq_lens, kv_array)
+        _put(stage.plan, self._out_cache_loc, slots)
+        np.add.accumulate(kv_array, out=stage.plan[self._kv_indptr.start + 1 :][:num_rows])
+        if self.staged:
+            self._upload(stage, req_to_token)
+
     def _check_room(self, batch: int, num_tokens: int, max_len: int) -> None:
         if batch > self.max_batch_size:
             raise ValueError(f"q_lens: wanted at most max_batch_size={self.max_batch_size}, got {batch}")

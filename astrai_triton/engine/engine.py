@@ -12,9 +12,11 @@ from typing import Any, Literal, Protocol, overload
 
 from astrai_triton.backend import current_backend
 from astrai_triton.cache import PagePool
+from astrai_triton.engine.graphs import capture_decode
+from astrai_triton.engine.model import Model
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.engine.result import GenerateResult, TaskHandle, TokenEvent
-from astrai_triton.engine.runner import Model, ModelRunner
+from astrai_triton.engine.runner import ModelRunner
 from astrai_triton.engine.sampling import SamplingPipeline, check_vocab
 from astrai_triton.engine.scheduler import InferenceScheduler
 from astrai_triton.engine.stops import StopMatcher
@@ -38,7 +40,7 @@ class InferenceEngine:
     manager.
 
     Args:
-        model: the decoder (see ``runner.Model``).
+        model: the decoder.
         tokenizer: text <-> ids.
         max_batch_size: tasks that run at once.
         max_seq_len: tokens of a task, prompt and answer together; None is the model's own limit.
@@ -50,10 +52,13 @@ class InferenceEngine:
         max_step_tokens: rows of one step.
         max_queue: tasks that may wait.
         model_name: what clients see.
+        cuda_graphs: capture the decode step at start-up, for every padded batch size, so that no step
+            launches kernel by kernel. None does where the model is on a GPU and the backend is triton.
         start: start the step loop; without it, call ``step`` yourself (tests, replays).
 
     Raises:
-        ValueError: a size is out of range, or sizes contradict each other.
+        ValueError: a size is out of range, sizes contradict each other, or ``cuda_graphs`` is True where
+            nothing can be captured.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class InferenceEngine:
         max_step_tokens: int = 512,
         max_queue: int = 256,
         model_name: str = "astrai",
+        cuda_graphs: bool | None = None,
         start: bool = True,
     ) -> None:
         config = model.config
@@ -104,10 +110,13 @@ class InferenceEngine:
             dtype=model.dtype,
             device=model.device,
         )
+        graphs = capture_decode(model, self.pool, max_batch_size, cuda_graphs)
+        self.graph_sizes: tuple[int, ...] = () if graphs is None else graphs.sizes
+        """Padded batch sizes for which the decode step was captured."""
         self._arrivals = itertools.count()
         self._submitting = threading.Lock()
         self._scheduler = InferenceScheduler(
-            ModelRunner(model, self.pool, SamplingPipeline()),
+            ModelRunner(model, self.pool, SamplingPipeline(), graphs),
             self.pool,
             max_batch_size=max_batch_size,
             max_step_tokens=max_step_tokens,

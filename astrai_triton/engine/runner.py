@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Protocol
 
 import attrs
 import numpy as np
@@ -13,34 +12,10 @@ import torch
 
 from astrai_triton.backend import ATTN_BACKEND, attn_backend
 from astrai_triton.cache import Lease, PagePool
+from astrai_triton.engine.graphs import DecodeGraphs
+from astrai_triton.engine.model import Model
 from astrai_triton.engine.sampling import SampledToken, SamplingPipeline
 from astrai_triton.engine.task import Task
-from astrai_triton.kvcache import KVCache
-from astrai_triton.model import ModelConfig
-
-
-class Model(Protocol):
-    """What the engine asks of a model."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: KVCache,
-        logits_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """``token_ids [T]``, ``positions [T]``, ``logits_rows [R]`` int64 -> logits ``[R, vocab]``
-        float32."""
-        ...
 
 
 @attrs.frozen(eq=False)
@@ -68,12 +43,16 @@ class ModelRunner:
         model: the decoder.
         pool: owner of the KV cache.
         sampler: the sampling pipeline.
+        graphs: captured decode steps; None runs every step launch by launch.
     """
 
-    def __init__(self, model: Model, pool: PagePool, sampler: SamplingPipeline) -> None:
+    def __init__(
+        self, model: Model, pool: PagePool, sampler: SamplingPipeline, graphs: DecodeGraphs | None = None
+    ) -> None:
         self._model = model
         self._pool = pool
         self._sampler = sampler
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
@@ -92,17 +71,33 @@ class ModelRunner:
                     f"chunks: wanted tasks that hold a lease, task {chunk.task.handle.id} has none"
                 )
             leases.append(chunk.task.lease)
+        logits = self._replay(chunks, leases)
+        if logits is None:
+            logits = self._forward(chunks, leases)
+        rows = [chunk.task.sample_row() for chunk in chunks if chunk.is_last]
+        return self._sampler(logits, rows) if rows else []
+
+    def _replay(self, chunks: Sequence[Chunk], leases: Sequence[Lease]) -> torch.Tensor | None:
+        """Logits of a decode step from a captured graph; None when it is no such step."""
+        graphs = self._graphs
+        if graphs is None or chunks[0].task.backend not in (None, graphs.backend):
+            return None
+        if not all(chunk.length == 1 and chunk.is_last for chunk in chunks):
+            return None
+        return graphs.run(
+            leases, [chunk.end for chunk in chunks], [chunk.task.tokens[-1] for chunk in chunks]
+        )
+
+    def _forward(self, chunks: Sequence[Chunk], leases: Sequence[Lease]) -> torch.Tensor:
+        """Logits of the last row of each last chunk."""
         q_lens = [chunk.length for chunk in chunks]
         kv_cache = self._pool.bind_tasks(leases, q_lens, [chunk.end for chunk in chunks])
         token_ids, positions, last_rows = _pack_rows(chunks)
         backend = chunks[0].task.backend
         with attn_backend(backend) if backend is not None else nullcontext():
-            logits = self._model(
+            return self._model(
                 self._to_device(token_ids), self._to_device(positions), kv_cache, self._to_device(last_rows)
             )
-        if not last_rows.size:
-            return []
-        return self._sampler(logits, [chunk.task.sample_row() for chunk in chunks if chunk.is_last])
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device)

@@ -43,6 +43,8 @@ class RotaryEmbedding(nn.Module):
         self.max_len = max_len
         # Not a buffer: Module.to(dtype) casts buffers.
         self.freqs_cis = build_freqs_cis(rope, max_len, 0, min(max_len, _INITIAL_LEN)).to(device)
+        # A captured CUDA graph goes on reading the table it was captured with.
+        self._outgrown: list[Tensor] = []
 
     def reserve(self, length: int) -> None:
         """Make the table hold positions below ``length``.
@@ -59,6 +61,7 @@ class RotaryEmbedding(nn.Module):
                 "build the model with a larger max_seq_len"
             )
         more = build_freqs_cis(self.rope, self.max_len, rows, min(self.max_len, max(length, 2 * rows)))
+        self._outgrown.append(self.freqs_cis)
         self.freqs_cis = torch.cat((self.freqs_cis, more.to(self.freqs_cis.device)))
 
     def forward(self, position_ids: Tensor, length: int | None = None) -> Tensor:

@@ -82,6 +82,11 @@ class ServerSettings:
     threads: int | None = _option(
         None, Integer(low=1, high=1024, nullable=True), "CPU threads of the model; null is torch's choice."
     )
+    cuda_graphs: bool | None = _option(
+        None,
+        Flag(nullable=True),
+        "Capture decode steps as CUDA graphs at the start; null does on a GPU with the triton backend.",
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -10,13 +10,14 @@ from typing import Protocol
 import torch
 
 from astrai_server.capacity import MIB, PoolPlan, plan_pool
-from astrai_server.config import Settings
+from astrai_server.config import ConfigError, Settings
 from astrai_server.device import Placement, free_bytes, place_model
 from astrai_triton import checkpoint
 from astrai_triton.backend import backend_reasons, current_backend
 from astrai_triton.checkpoint import Checkpoint
 from astrai_triton.checkpoint.resolve import home
 from astrai_triton.engine import InferenceEngine
+from astrai_triton.engine.graphs import why_no_graphs
 from astrai_triton.errors import UnsupportedCallError
 from astrai_triton.model import Decoder
 
@@ -34,7 +35,8 @@ class Audience(Protocol):
 def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
     """Fetch the model's files if need be, load them and start an engine.
 
-    Says three lines: the model, how its weights are held, how large the KV pool is.
+    Says three lines, the model, how its weights are held, how large the KV pool is, and a fourth where decode
+    steps were captured.
 
     Args:
         settings: ``server``, ``cache``, ``limits`` and ``api.model_name`` count.
@@ -47,6 +49,8 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
     """
     _require_backend()
     placement = place_model(settings.server)
+    if settings.server.cuda_graphs and (reason := why_no_graphs(placement.device)):
+        raise ConfigError(f"server.cuda_graphs: wanted null or false here, got true; {reason}")
     model_files = open_model(settings.server.param_path, audience)
     config = model_files.config
     audience.say(
@@ -63,7 +67,7 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
     )
     plan = plan_pool(settings, config, placement.dtype.itemsize, free_bytes(placement.device))
     audience.say(f"KV pool  {describe_pool(plan, settings)}")
-    return InferenceEngine(
+    engine = InferenceEngine(
         decoder,
         tokenizer,
         max_batch_size=settings.server.max_batch_size,
@@ -74,7 +78,11 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
         max_step_tokens=settings.limits.max_step_tokens,
         max_queue=settings.limits.max_queue,
         model_name=settings.api.model_name or model_files.name,
+        cuda_graphs=settings.server.cuda_graphs,
     )
+    if engine.graph_sizes:
+        audience.say(f"graphs   decode steps of up to {', '.join(map(str, engine.graph_sizes))} requests")
+    return engine
 
 
 def open_model(param_path: str, audience: Audience) -> Checkpoint:

@@ -99,12 +99,11 @@ def test_an_explicit_backend_that_cannot_run_the_call_raises_its_reason(flash_wi
     assert isinstance(caught.value, BackendError)
 
 
-@pytest.mark.parametrize(("backend", "missing"), [("triton", "Triton"), ("cuda", "CUDA")])
-def test_a_backend_that_is_not_built_says_so(backend: str, missing: str) -> None:
-    reason = backend_reasons()[backend]
+def test_a_backend_that_is_not_built_says_so() -> None:
+    reason = backend_reasons()["cuda"]
     assert reason is not None
-    assert missing in reason
-    with attn_backend(backend), pytest.raises(UnsupportedCallError, match=missing):
+    assert "CUDA" in reason
+    with attn_backend("cuda"), pytest.raises(UnsupportedCallError, match="CUDA"):
         attention(ROWS, ROWS, ROWS)
 
 
@@ -168,7 +167,7 @@ def test_automatic_goes_on_to_the_next_backend_only_when_one_refuses(monkeypatch
         return "not today"
 
     monkeypatch.setattr(TorchNativeBackend, "why_not", refuse)
-    with pytest.raises(UnsupportedCallError, match=r"flash: .*; torch_native: not today"):
+    with pytest.raises(UnsupportedCallError, match=r"triton: .*; flash: .*; torch_native: not today"):
         attention(ROWS, ROWS, ROWS)
     assert asked == ["torch_native"]
 

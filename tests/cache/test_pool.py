@@ -190,3 +190,18 @@ def test_a_bind_shows_the_pool_s_own_buffers() -> None:
     assert cache.k_buffer is pool.storage.k_buffer
     assert cache.v_buffer is pool.storage.v_buffer
     assert cache.k_buffer.dtype == cache.decode_out.dtype == torch.float16
+
+
+def test_a_padded_bind_checks_leases_like_any_other() -> None:
+    pool = make_pool()
+    lease = take(pool, [1, 2, 3])
+    pool.bind_padded([lease], [3], 4)
+    assert pool.view_padded(4).seq_lens.tolist() == [3, 0, 0, 0]
+    with pytest.raises(ValueError, match="extend the lease first"):
+        pool.bind_padded([lease], [9], 4)
+    with pytest.raises(ValueError, match="wanted one length, got 1, 1, 2"):
+        pool.bind_padded([lease], [3, 3], 4)
+    pool.extend(lease, 4)
+    pool.record(lease, [1, 2, 3, 4])
+    with pytest.raises(PageOwnershipError, match="recorded and may be shared"):
+        pool.bind_padded([lease], [4], 4)

@@ -226,3 +226,56 @@ def test_tiles_of_a_full_step_fit() -> None:
     workspace, table = make(max_step_tokens=ROWS * Q_TILE + ROWS), scrambled_table()
     q_lens = (Q_TILE + 1,) * ROWS
     assert bind(workspace, list(range(ROWS)), q_lens, q_lens, table).q_tile_to_batch.numel() == 2 * ROWS
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_padded_plan_shows_its_requests_and_rows_that_see_and_write_nothing(
+    staged: bool, data: st.DataObject
+) -> None:
+    workspace, table = make(staged=staged), scrambled_table(staged=staged)
+    for _ in range(2):
+        rows = data.draw(st.permutations(range(ROWS)))[: data.draw(st.integers(0, ROWS))]
+        kv_lens = [data.draw(st.integers(1, WIDTH)) for _ in rows]
+        num_rows = data.draw(st.integers(max(1, len(rows)), ROWS))
+        workspace.bind_padded(rows, tuple(kv_lens), num_rows, table)
+        cache = workspace.view_padded(num_rows, table, STORAGE)
+        padding = num_rows - len(rows)
+        written = [table.table[row, kv_len - 1] for row, kv_len in zip(rows, kv_lens, strict=True)]
+        assert cache.req_pool_indices.tolist() == rows + [0] * padding
+        assert cache.seq_lens.tolist() == kv_lens + [0] * padding
+        assert cache.out_cache_loc.tolist() == written + [-1] * padding
+        assert cache.kv_indptr.tolist() == [sum(kv_lens[:n]) for n in range(num_rows + 1)]
+        assert cache.qo_indptr.tolist() == list(range(num_rows + 1))
+        assert cache.q_tile_to_batch.tolist() == list(range(num_rows))
+        assert cache.q_tile_to_index.tolist() == [0] * num_rows
+        assert not staged or (table.req_to_token.numpy() == table.table).all()
+
+
+def test_a_padded_view_has_the_addresses_of_every_bind_and_the_longest_lengths() -> None:
+    workspace, table = make(), scrambled_table()
+    plain = bind(workspace, [0, 3], (1, 1), (1, 9), table)
+    cache = workspace.view_padded(2, table, STORAGE)
+    for name in (*INDEX_TENSORS, "decode_o_part", "decode_ml_part", "decode_out"):
+        ours, theirs = getattr(cache, name), getattr(plain, name)
+        assert ours.data_ptr() == theirs.data_ptr(), name
+        assert ours.shape == theirs.shape, name
+    assert cache.max_len == WIDTH
+    assert cache.kv_lens == (WIDTH, WIDTH)
+    assert cache.q_lens == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_lens", "num_rows", "text"),
+    [
+        ([0, 1], (1, 1), 1, "num_rows: wanted at least the 2 requests, got 1"),
+        ([0], (1,), ROWS + 1, "wanted at most max_batch_size=6, got 7"),
+        ([0], (WIDTH + 1,), 2, "kv_lens: wanted at most max_seq_len=400, got 401"),
+    ],
+)
+def test_padded_steps_beyond_the_workspace_are_refused(
+    rows: list[int], kv_lens: tuple[int, ...], num_rows: int, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        make().bind_padded(rows, kv_lens, num_rows, scrambled_table())

@@ -139,6 +139,15 @@ def test_the_table_never_grows_beyond_max_len():
         rotary.reserve(10_001)
 
 
+def test_a_table_that_was_outgrown_stays_for_captured_graphs_that_read_it():
+    rotary = RotaryEmbedding(RopeConfig(rotary_dim=8), 20_000)
+    first = rotary.freqs_cis.untyped_storage()
+    address = first.data_ptr()
+    del first
+    rotary.reserve(9_000)
+    assert [table.data_ptr() for table in rotary._outgrown] == [address]
+
+
 def test_a_position_at_max_len_is_refused():
     with pytest.raises(ValueError, match="at most max_len=16"):
         RotaryEmbedding(RopeConfig(rotary_dim=8), 16)(torch.tensor([3, 16]))

@@ -19,6 +19,7 @@ from astrai_server.config import (
 )
 from astrai_triton import checkpoint
 from astrai_triton.checkpoint import DEFAULT_MODEL
+from astrai_triton.engine import InferenceEngine
 from astrai_triton.errors import UnknownModelError
 from fakes import ByteTokenizer, ScriptedModel
 
@@ -114,6 +115,30 @@ def test_loading_says_model_weights_and_pool(audience: Audience) -> None:
     assert "float32 on cpu" in audience.lines[1]
     assert "32768 tokens, 2 MiB (16 requests x 2048), pages of 16, prefix cache on" in audience.lines[2]
     assert audience.phases == [("loading weights", 3 << 20, 3 << 20)]
+
+
+def test_graphs_that_cannot_be_captured_are_refused_before_anything_is_loaded(audience: Audience) -> None:
+    with pytest.raises(
+        ConfigError, match=r"server\.cuda_graphs: wanted null or false here, got true; .* cpu"
+    ):
+        loading.load_engine(make_settings(server={"cuda_graphs": True}), audience)
+    assert audience.lines == []
+
+
+def test_captured_decode_steps_are_said(audience: Audience, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool | None] = []
+
+    class Capturing(InferenceEngine):
+        def __init__(self, *args: Any, cuda_graphs: bool | None, **sizes: Any) -> None:
+            super().__init__(*args, **sizes)
+            given.append(cuda_graphs)
+            self.graph_sizes = (1, 2, 3)
+
+    monkeypatch.setattr(loading, "InferenceEngine", Capturing)
+    with loading.load_engine(make_settings(server={"cuda_graphs": False}), audience):
+        pass
+    assert given == [False]
+    assert audience.lines[-1] == "graphs   decode steps of up to 1, 2, 3 requests"
 
 
 def test_a_model_asked_for_by_name_keeps_that_name(audience: Audience) -> None:
