@@ -284,8 +284,7 @@ def run_tests(source: Path, tests: str) -> subprocess.CompletedProcess[str]:
 def try_mutant(mutant: Mutant) -> str | None:
     """Why the mutant counts as alive; None when a test killed it."""
     with tempfile.TemporaryDirectory() as directory:
-        source = Path(directory)
-        shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+        source = copy_package(Path(directory))
         path = source / PACKAGE / mutant.file
         text = path.read_text()
         if text.count(mutant.old) != 1:
@@ -293,11 +292,27 @@ def try_mutant(mutant: Mutant) -> str | None:
                 f"{mutant.file} has {text.count(mutant.old)} times {mutant.old!r}, wanted 1: update the list"
             )
         path.write_text(text.replace(mutant.old, mutant.new))
-        result = run_tests(source, mutant.tests)
-    if result.returncode == TESTS_FAILED:
+        return describe_unless(TESTS_FAILED, run_tests(source, mutant.tests))
+
+
+def check_sound(tests: str) -> str | None:
+    """Why ``tests`` fail without any mutant, so that a kill would mean nothing; None when they pass."""
+    with tempfile.TemporaryDirectory() as directory:
+        return describe_unless(0, run_tests(copy_package(Path(directory)), tests))
+
+
+def copy_package(target: Path) -> Path:
+    """Copy the package below ``target``, and return that."""
+    shutil.copytree(ROOT / PACKAGE, target / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+def describe_unless(wanted: int, result: subprocess.CompletedProcess[str]) -> str | None:
+    """None if pytest ended as wanted, else how it ended."""
+    if result.returncode == wanted:
         return None
     tail = "\n".join(result.stdout.splitlines()[-5:])
-    return f"pytest ended with {result.returncode}, wanted {TESTS_FAILED} (tests failed):\n{tail}"
+    return f"pytest ended with {result.returncode}, wanted {wanted}:\n{tail}"
 
 
 def main(names: list[str]) -> int:
@@ -310,6 +325,9 @@ def main(names: list[str]) -> int:
     mutants = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     survivors = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
+        unsound = [reason for reason in pool.map(check_sound, {mutant.tests for mutant in mutants}) if reason]
+        if unsound:
+            raise SystemExit("tests fail without a mutant: " + "\n".join(unsound))
         for mutant, alive in zip(mutants, pool.map(try_mutant, mutants), strict=True):
             print(f"{'ALIVE ' if alive else 'killed'} {mutant.name}", alive or "", flush=True)  # noqa: T201
             survivors += alive is not None
