@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "imports", "types", "tests", "static(triton='installed')"]
+nox.options.sessions = ["lint", "imports", "types", "tests", "static(triton='installed')", "mutants"]
 nox.options.default_venv_backend = "none"
 nox.options.stop_on_first_error = True
 
