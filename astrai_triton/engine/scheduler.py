@@ -240,15 +240,17 @@ class InferenceScheduler:
         lease = self._pool.open(task.tokens, task.salt)
         if lease is None:
             return False
+        # Held from here on, so that a fault below cannot lose it.
+        task.lease = lease
         # A task that was preempted waits for room for its whole answer, or it would be preempted again.
         goal = task.prompt_len + task.max_tokens if task.num_preempted else len(task.tokens)
         needed = self._pool.pages_needed(lease, goal)
         # One page per running task: what they may ask for in the next step.
         reserve = len(self._running)
         if self._running and needed and needed + reserve > self._pool.num_free_pages():
+            task.lease = None
             self._pool.close(lease)
             return False
-        task.lease = lease
         task.num_computed = lease.cached_len
         if task.num_preempted:
             self.stats.num_recomputed += max(0, task.num_lost - lease.cached_len)
@@ -317,10 +319,11 @@ class InferenceScheduler:
         error."""
         try:
             sampled = iter(self._runner.run(chunks))
-        except Exception as error:  # noqa: BLE001 - a fault belongs to the task that causes it
+        except Exception as error:
             if len(chunks) == 1:
                 self._fail(chunks[0].task, error)
                 return
+            logger.warning("a forward of %d tasks failed; each runs alone now", len(chunks), exc_info=error)
             for chunk in chunks:
                 yield from self._forward([chunk])
             return

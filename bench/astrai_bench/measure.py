@@ -159,7 +159,7 @@ class _Bench:
             row = self._check(provider, label)
             return row if row.status == "wrong" else self._time(provider, row)
         # A provider is somebody else's code: whatever it raises is what the table has to say about it.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - the table shows it in the provider's row
             text = " ".join(str(error).split())
             reason = f"{type(error).__name__}: {text[:300]}"
             return Row(provider=provider.name, label=label, status="failed", reason=reason)

@@ -108,7 +108,7 @@ def examine_variant(listed: Listed, arch: Arch) -> KernelReport:
     try:
         compiled = compile_variant(listed, arch)
     # Triton's compiler raises whatever its passes and ptxas raise, and the report is about just that.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - the report shows it as a fault of the kernel
         return KernelReport(
             variant.name, arch.name, version, faults=(Fault("compile", _describe_refusal(error)),)
         )

@@ -137,3 +137,35 @@ def test_a_scheduler_that_cannot_go_on_fails_fast(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(EngineUnavailableError, match="injected"):
         engine.submit([97], GREEDY)
     assert not engine.is_alive
+
+
+def test_a_fault_while_a_task_starts_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine()
+    bad, good = engine.submit([97], GREEDY), engine.submit([98], GREEDY)
+    pages_needed, calls = engine.pool.pages_needed, []
+
+    def fail_once(lease: object, num_tokens: int) -> int:
+        calls.append(num_tokens)
+        if len(calls) == 1:
+            raise RuntimeError("injected")
+        return pages_needed(lease, num_tokens)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.pool, "pages_needed", fail_once)
+    assert [reason for _, reason in finish(engine, [bad, good])] == ["error", "length"]
+    assert engine.get_stats()["active_tasks"] == 0
+    assert all(lease is None for lease in engine.pool._row_to_lease)
+    assert_nothing_held(engine)
+
+
+def test_a_fault_that_does_not_come_back_is_logged_and_costs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    faults = [RuntimeError("injected")]
+
+    def explode(contexts: list[Context]) -> None:
+        if faults and len(contexts) > 1:
+            raise faults.pop()
+
+    engine = build_engine(ScriptedModel(on_forward=explode))
+    answers = finish(engine, [engine.submit([97], GREEDY), engine.submit([98], GREEDY)])
+    assert [text for text, _ in answers] == [answer(build_engine(), "a"), answer(build_engine(), "b")]
+    assert "a forward of 2 tasks failed" in caplog.text
+    assert "injected" in caplog.text
