@@ -22,8 +22,9 @@ A bad argument is a plain ``ValueError`` or ``TypeError``. Everything else is on
     │   ├── PoolTooSmallError       prompt + max_tokens can never fit into the KV pool
     │   ├── QueueFullError          try again after ``retry_after_s`` seconds
     │   └── EngineUnavailableError  loading, draining, shut down or dead
-    └── TaskError                   a task ended with an error after it was admitted
-        └── NonFiniteLogitsError    the model produced NaN or Inf for this task
+    ├── TaskError                   a task ended with an error after it was admitted
+    │   └── NonFiniteLogitsError    the model produced NaN or Inf for this task
+    └── TraceError                  a file is no trace of an engine's steps
 """
 
 from __future__ import annotations
@@ -171,3 +172,7 @@ class TaskError(AstraiError):
 
 class NonFiniteLogitsError(TaskError):
     """The model produced NaN or Inf for this task."""
+
+
+class TraceError(AstraiError):
+    """A file is no trace of an engine's steps."""

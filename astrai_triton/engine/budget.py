@@ -1,8 +1,12 @@
-"""How the tokens of one step are divided among prompts. A pure function."""
+"""How the tokens of one step are divided among prompts. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
+PolicyName = Literal["budget", "fcfs"]
 
 
 def share_budget(wanted: Sequence[int], budget: int, page_size: int) -> list[int]:
@@ -37,3 +41,26 @@ def share_budget(wanted: Sequence[int], budget: int, page_size: int) -> list[int
         if budget == before:
             break
     return shares
+
+
+def share_in_order(wanted: Sequence[int], budget: int, page_size: int) -> list[int]:
+    """Give each prompt all it wants, first come, first served; for comparison with ``share_budget``.
+
+    Args, returns: as ``share_budget``.
+    """
+    shares = []
+    for left in wanted:
+        grant = min(left, budget)
+        if grant < left:
+            grant -= grant % page_size
+        shares.append(grant)
+        budget -= grant
+        if grant < left:
+            break
+    return shares + [0] * (len(wanted) - len(shares))
+
+
+POLICIES: Mapping[PolicyName, Callable[[Sequence[int], int, int], list[int]]] = MappingProxyType(
+    {"budget": share_budget, "fcfs": share_in_order}
+)
+"""``budget``: equal shares, a long prompt delays no short one. ``fcfs``: one prompt after the other."""

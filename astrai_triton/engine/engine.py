@@ -12,13 +12,16 @@ from typing import Any, Literal, Protocol, overload
 
 from astrai_triton.backend import current_backend
 from astrai_triton.cache import PagePool
+from astrai_triton.engine.budget import POLICIES, PolicyName
 from astrai_triton.engine.graphs import capture_decode
 from astrai_triton.engine.model import Model
 from astrai_triton.engine.params import SamplingParams
+from astrai_triton.engine.queue import MAX_OVERTAKEN
 from astrai_triton.engine.result import GenerateResult, TaskHandle, TokenEvent
 from astrai_triton.engine.runner import ModelRunner
 from astrai_triton.engine.sampling import SamplingPipeline, check_vocab
 from astrai_triton.engine.scheduler import InferenceScheduler
+from astrai_triton.engine.stepper import Observer
 from astrai_triton.engine.stops import StopMatcher
 from astrai_triton.engine.task import Task, TextDecoder, select_stop_ids
 from astrai_triton.errors import ContextLengthError, PoolTooSmallError, TaskError
@@ -51,6 +54,9 @@ class InferenceEngine:
         > 1).
         max_step_tokens: rows of one step.
         max_queue: tasks that may wait.
+        policy: how prompts share a step: "budget" (equal shares) or "fcfs" (one after the other).
+        max_overtaken: starts of others that the longest waiting task lets pass; see ``WaitingQueue``.
+        observer: is told what every step does; see ``trace``.
         model_name: what clients see.
         cuda_graphs: capture the decode step at start-up, for every padded batch size, so that no step
             launches kernel by kernel. None does where the model is on a GPU and the backend is triton.
@@ -73,6 +79,9 @@ class InferenceEngine:
         prefix_cache: bool = True,
         max_step_tokens: int = 512,
         max_queue: int = 256,
+        policy: PolicyName = "budget",
+        max_overtaken: int = MAX_OVERTAKEN,
+        observer: Observer | None = None,
         model_name: str = "astrai",
         cuda_graphs: bool | None = None,
         start: bool = True,
@@ -91,6 +100,10 @@ class InferenceEngine:
             )
         if max_queue < 1:
             raise ValueError(f"max_queue: wanted >= 1, got {max_queue}")
+        if max_overtaken < 0:
+            raise ValueError(f"max_overtaken: wanted >= 0, got {max_overtaken}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy: wanted one of {', '.join(POLICIES)}, got {policy!r}")
         self.tokenizer = tokenizer
         self.model = model
         self.model_name = model_name
@@ -121,7 +134,24 @@ class InferenceEngine:
             max_batch_size=max_batch_size,
             max_step_tokens=max_step_tokens,
             max_queue=max_queue,
+            policy=policy,
+            max_overtaken=max_overtaken,
+            observer=observer,
         )
+        if observer is not None:
+            observer.open(
+                {
+                    "max_batch_size": max_batch_size,
+                    "max_seq_len": max_seq_len,
+                    "page_size": page_size,
+                    "n_tokens": n_tokens,
+                    "prefix_cache": prefix_cache,
+                    "max_step_tokens": max_step_tokens,
+                    "max_queue": max_queue,
+                    "policy": policy,
+                    "max_overtaken": max_overtaken,
+                }
+            )
         if start:
             self._scheduler.start()
 
@@ -157,6 +187,7 @@ class InferenceEngine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        key: str | None = None,
         salt: str | None = None,
         callback: Callable[[TokenEvent], None] | None = None,
     ) -> TaskHandle:
@@ -166,6 +197,7 @@ class InferenceEngine:
             prompt_ids: at least one id in ``[0, vocab_size)``.
             params: how to sample; None is the defaults.
             request_id: name of the task in logs; None makes one.
+            key: whose task this is; keys share the engine evenly, None being one of them.
             salt: tasks of different salts share no cached prefix.
             callback: called with each event in the scheduler's thread; what it raises ends this task.
 
@@ -197,6 +229,7 @@ class InferenceEngine:
             text_decoder=self.tokenizer.detokenizer(),
             stops=StopMatcher(params.stop),
             arrival=0,
+            key=key,
             salt=salt,
             backend=current_backend(),
             callback=callback,

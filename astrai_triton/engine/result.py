@@ -110,6 +110,11 @@ class TaskHandle:
             finally:
                 self._waiter = None
 
+    @property
+    def has_started(self) -> bool:
+        """Whether prefill has begun."""
+        return self._has_started
+
     def mark_started(self, cached_tokens: int) -> None:
         """Scheduler: prefill begins now."""
         self.cached_tokens = cached_tokens

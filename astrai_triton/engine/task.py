@@ -44,6 +44,8 @@ class Task:
     stops: StopMatcher
     arrival: int
     """Order of submission; the youngest is preempted first."""
+    key: str | None = None
+    """Whose task this is; keys share the engine evenly."""
     salt: str | None = None
     backend: ATTN_BACKEND | None = None
     """Attention backend in force where the task was submitted; None is automatic."""
@@ -56,6 +58,10 @@ class Task:
     num_preempted: int = 0
     num_lost: int = 0
     """``num_computed`` when it was last preempted."""
+    num_overtaken: int = 0
+    """Starts of others since it has been the longest waiting task."""
+    num_metered: int = 0
+    """Sampled tokens that are on its key's meter already."""
     started_at: float = 0.0
     """``time.monotonic()`` of the first start."""
     counts: dict[int, int] = attrs.field(factory=dict)

@@ -115,7 +115,7 @@ def test_a_fault_of_the_step_itself_ends_its_tasks_and_the_loop_lives(
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._scheduler, "_refill", explode)
+        patch.setattr(engine._scheduler._stepper, "_refill", explode)
         (event,) = engine.submit([97], GREEDY).iter_events()
         assert event.finish_reason == "error"
     assert engine.is_alive
@@ -130,7 +130,7 @@ def test_a_scheduler_that_cannot_go_on_fails_fast(monkeypatch: pytest.MonkeyPatc
     def explode() -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(engine._scheduler, "_refill", explode)
+    monkeypatch.setattr(engine._scheduler._stepper, "_refill", explode)
     for _ in range(3):
         (event,) = engine.submit([97], GREEDY).iter_events()
         assert event.finish_reason == "error"
