@@ -27,9 +27,7 @@ def build_engine(model: Model | None = None, **sizes: Any) -> InferenceEngine:
 
 def drain_events(handle: TaskHandle) -> list[TokenEvent]:
     """Events posted so far, without waiting."""
-    events = list(handle._events)
-    handle._events.clear()
-    return events
+    return handle.take()
 
 
 def run_all(engine: InferenceEngine, max_steps: int = 10_000) -> int:

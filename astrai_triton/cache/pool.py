@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from astrai_triton.cache.allocator import Allocator
+from astrai_triton.cache.audit import check_cached
 from astrai_triton.cache.lease import Lease, PoolStats
 from astrai_triton.cache.radix import RadixCache, RadixNode
 from astrai_triton.cache.storage import KVStorage, ReqToTokenPool
@@ -246,6 +248,21 @@ class PagePool:
         rows = self._rows_of(leases, q_lens, kv_lens)
         return self.workspace.bind(rows, q_lens, kv_lens, self.req_to_token, self.storage)
 
+    def bind_decode(self, rows: npt.NDArray[np.intp], kv_lens: npt.NDArray[np.intp]) -> KVCache:
+        """``bind_tasks`` with one row each, for who keeps rows and lengths as arrays.
+
+        Args:
+            rows: ``[batch]`` rows of open leases.
+            kv_lens: ``[batch]`` K/V tokens of each with this step's row, at least 1.
+
+        Raises:
+            PageOwnershipError: a row has no slot at its last position.
+            ValueError: as ``bind_tasks``.
+        """
+        if self.req_to_token.table[rows, kv_lens - 1].min() < 0:
+            raise PageOwnershipError(f"rows {rows.tolist()}: wanted a slot at every last position")
+        return self.workspace.bind_decode(rows, kv_lens, self.req_to_token, self.storage)
+
     def view_padded(self, num_rows: int) -> KVCache:
         """The decode step that ``bind_padded`` refills: its tensors stay where they are."""
         return self.workspace.view_padded(num_rows, self.req_to_token, self.storage)
@@ -304,7 +321,7 @@ class PagePool:
         assert shared <= recorded, f"pages both writable and shared: {shared - recorded}"
         for row, holder in enumerate(self._row_to_lease):
             assert holder or (self.req_to_token.table[row] == -1).all(), f"row {row} is free but not cleared"
-        self._check_radix(recorded, holders)
+        check_cached(self.radix, self.allocator, recorded, holders)
 
     def _check_lease(self, lease: Lease) -> None:
         row = lease.row
@@ -327,26 +344,6 @@ class PagePool:
         assert path[::-1] == lease.pages[: lease.num_recorded], f"row {row}: cursor and recorded pages differ"
         private = lease.pages[lease.num_recorded :]
         assert not any(map(self.allocator.is_recorded, private)), f"row {row} could write to a recorded page"
-
-    def _check_radix(self, recorded: set[int], holders: list[int]) -> None:
-        """Assert that pages worth keeping are found, and that eviction would go from the leaves up."""
-        if self.radix is None:
-            assert not recorded, "pages are recorded without a radix"
-            return
-        self.radix.check()
-        assert recorded == set(self.radix.pages()), "recorded pages and pages in the radix differ"
-        order = {page: age for age, page in enumerate(self.allocator.cached_pages())}
-        for page in recorded:
-            node = self.radix.node(page)
-            assert node is not None
-            for child in node.children.values():
-                assert holders[page] >= holders[child.page], (
-                    f"page {child.page} has owners that do not hold page {page}"
-                )
-                if page in order:
-                    assert order[child.page] < order[page], (
-                        f"page {page} would be evicted before page {child.page}"
-                    )
 
     def _rows_of(self, leases: Sequence[Lease], q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
         """Rows of leases that can take part in such a step."""

@@ -52,6 +52,7 @@ class _BatchViews:
     decode_o_part: torch.Tensor
     decode_ml_part: torch.Tensor
     decode_out: torch.Tensor
+    decode_q_lens: tuple[int, ...]
 
 
 class Workspace:
@@ -140,44 +141,53 @@ class Workspace:
         Raises:
             ValueError: more requests, rows or K/V tokens than the workspace was made for.
         """
+        row_array, kv_array = np.array(rows, dtype=np.intp), np.array(kv_lens, dtype=np.intp)
         batch, num_tokens, max_len = len(rows), sum(q_lens), max(kv_lens, default=0)
+        if batch and num_tokens == batch and q_lens.count(1) == batch:
+            return self.bind_decode(row_array, kv_array, req_to_token, storage)
         self._check_room(batch, num_tokens, max_len)
         stage = self._next_stage()
-        row_array, kv_array = np.array(rows, dtype=np.intp), np.array(kv_lens, dtype=np.intp)
         _put(stage.plan, self._req_pool_indices, row_array)
         _put(stage.plan, self._seq_lens, kv_array)
         # The leading zero never changes. The sum cannot overflow: max_batch_size * max_seq_len is an int32.
         np.add.accumulate(kv_array, out=stage.plan[self._kv_indptr.start + 1 :][:batch])
-        views = self._batch_views.get(batch) or self._view_batch(batch)
-        if num_tokens == batch and q_lens.count(1) == batch:
-            _put(stage.plan, self._out_cache_loc, req_to_token.table[row_array, kv_array - 1])
-            out_cache_loc, qo_indptr = views.decode_loc, views.decode_qo_indptr
-            q_tile_to_batch, q_tile_to_index = views.decode_tile_to_batch, views.decode_tile_to_index
-        else:
-            num_tiles = self._put_ragged(stage.plan, row_array, q_lens, kv_array, req_to_token.table)
-            out_cache_loc, qo_indptr = self._view(self._out_cache_loc, num_tokens), views.qo_indptr
-            q_tile_to_batch = self._view(self._q_tile_to_batch, num_tiles)
-            q_tile_to_index = self._view(self._q_tile_to_index, num_tiles)
+        num_tiles = self._put_ragged(stage.plan, row_array, q_lens, kv_array, req_to_token.table)
         if self.staged:
             self._upload(stage, req_to_token)
-        return KVCache(
-            k_buffer=storage.k_buffer,
-            v_buffer=storage.v_buffer,
-            req_to_token=req_to_token.req_to_token,
-            req_pool_indices=views.req_pool_indices,
-            seq_lens=views.seq_lens,
-            out_cache_loc=out_cache_loc,
-            max_len=max_len,
-            kv_indptr=views.kv_indptr,
-            qo_indptr=qo_indptr,
-            q_tile_to_batch=q_tile_to_batch,
-            q_tile_to_index=q_tile_to_index,
-            decode_o_part=views.decode_o_part,
-            decode_ml_part=views.decode_ml_part,
-            decode_out=views.decode_out,
+        views = self._batch_views.get(batch) or self._view_batch(batch)
+        return attrs.evolve(
+            self._view_decode(views, req_to_token, storage, max_len, kv_lens),
+            out_cache_loc=self._view(self._out_cache_loc, num_tokens),
+            qo_indptr=views.qo_indptr,
+            q_tile_to_batch=self._view(self._q_tile_to_batch, num_tiles),
+            q_tile_to_index=self._view(self._q_tile_to_index, num_tiles),
             q_lens=q_lens,
-            kv_lens=kv_lens,
         )
+
+    def bind_decode(
+        self,
+        rows: npt.NDArray[np.intp],
+        kv_lens: npt.NDArray[np.intp],
+        req_to_token: ReqToTokenPool,
+        storage: KVStorage,
+    ) -> KVCache:
+        """Write the plan of a decode step: ``bind`` with one row of each request.
+
+        Args, raises:
+            As ``bind``; at least one request.
+        """
+        batch, max_len = len(rows), int(kv_lens.max())
+        self._check_room(batch, batch, max_len)
+        slots = req_to_token.table[rows, kv_lens - 1]
+        stage = self._next_stage()
+        _put(stage.plan, self._req_pool_indices, rows)
+        _put(stage.plan, self._seq_lens, kv_lens)
+        _put(stage.plan, self._out_cache_loc, slots)
+        np.add.accumulate(kv_lens, out=stage.plan[self._kv_indptr.start + 1 :][:batch])
+        if self.staged:
+            self._upload(stage, req_to_token)
+        views = self._batch_views.get(batch) or self._view_batch(batch)
+        return self._view_decode(views, req_to_token, storage, max_len, tuple(kv_lens.tolist()))
 
     def view_padded(self, num_rows: int, req_to_token: ReqToTokenPool, storage: KVStorage) -> KVCache:
         """The decode step of ``num_rows`` rows that ``bind_padded`` refills: same tensors, whatever the step.
@@ -189,6 +199,18 @@ class Workspace:
         """
         self._check_room(num_rows, num_rows, 0)
         views = self._batch_views.get(num_rows) or self._view_batch(num_rows)
+        kv_lens = (self.max_seq_len,) * num_rows
+        return self._view_decode(views, req_to_token, storage, self.max_seq_len, kv_lens)
+
+    @staticmethod
+    def _view_decode(
+        views: _BatchViews,
+        req_to_token: ReqToTokenPool,
+        storage: KVStorage,
+        max_len: int,
+        kv_lens: tuple[int, ...],
+    ) -> KVCache:
+        """A step of one row per request."""
         return KVCache(
             k_buffer=storage.k_buffer,
             v_buffer=storage.v_buffer,
@@ -196,7 +218,7 @@ class Workspace:
             req_pool_indices=views.req_pool_indices,
             seq_lens=views.seq_lens,
             out_cache_loc=views.decode_loc,
-            max_len=self.max_seq_len,
+            max_len=max_len,
             kv_indptr=views.kv_indptr,
             qo_indptr=views.decode_qo_indptr,
             q_tile_to_batch=views.decode_tile_to_batch,
@@ -204,8 +226,8 @@ class Workspace:
             decode_o_part=views.decode_o_part,
             decode_ml_part=views.decode_ml_part,
             decode_out=views.decode_out,
-            q_lens=(1,) * num_rows,
-            kv_lens=(self.max_seq_len,) * num_rows,
+            q_lens=views.decode_q_lens,
+            kv_lens=kv_lens,
         )
 
     def bind_padded(
@@ -352,6 +374,7 @@ class Workspace:
             decode_o_part=self._decode_o_part[:batch],
             decode_ml_part=self._decode_ml_part[:batch],
             decode_out=self._decode_out[:batch],
+            decode_q_lens=(1,) * batch,
         )
         self._batch_views[batch] = views
         return views

@@ -15,15 +15,15 @@ from astrai_triton.cache import PagePool
 from astrai_triton.engine.budget import POLICIES, PolicyName
 from astrai_triton.engine.graphs import capture_decode
 from astrai_triton.engine.model import Model
+from astrai_triton.engine.observer import Observer
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.engine.queue import MAX_OVERTAKEN
-from astrai_triton.engine.result import GenerateResult, TaskHandle, TokenEvent
+from astrai_triton.engine.result import GenerateResult, TaskHandle, TextDecoder, TokenEvent
 from astrai_triton.engine.runner import ModelRunner
 from astrai_triton.engine.sampling import SamplingPipeline, check_vocab
 from astrai_triton.engine.scheduler import InferenceScheduler
-from astrai_triton.engine.stepper import Observer
 from astrai_triton.engine.stops import StopMatcher
-from astrai_triton.engine.task import Task, TextDecoder, select_stop_ids
+from astrai_triton.engine.task import Task, select_stop_ids
 from astrai_triton.errors import ContextLengthError, PoolTooSmallError, TaskError
 
 

@@ -102,13 +102,13 @@ class DecodeGraphs:
             self._captured = {size: self._capture(size, record) for size in reversed(self.sizes)}
 
     @torch.inference_mode()
-    def run(self, leases: Sequence[Lease], kv_lens: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+    def run(self, leases: Sequence[Lease], kv_lens: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
         """Run one row of each lease.
 
         Args:
             leases: ``[batch]`` open leases, at least one, with slots for ``kv_lens``.
             kv_lens: ``[batch]`` K/V tokens of each, the row's own included; the row is the last.
-            token_ids: ``[batch]`` token of each row.
+            token_ids: ``[batch]`` int64, token of each row, on the host or the device.
 
         Returns:
             Logits ``[batch, vocab]`` float32, valid until the next call.
@@ -121,7 +121,7 @@ class DecodeGraphs:
         self._pool.bind_padded(leases, kv_lens, size)
         # From pageable memory the driver has taken the values before this returns. Rows behind keep the ids
         # of an earlier step, which are as good as any.
-        self._token_ids[:batch].copy_(torch.tensor(token_ids, dtype=torch.int64), non_blocking=True)
+        self._token_ids[:batch].copy_(token_ids, non_blocking=True)
         captured = self._captured[size]
         captured.replay()
         return captured.logits[:batch]

@@ -4,15 +4,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Literal, Protocol
 
 import attrs
 
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.errors import EngineUnavailableError, TaskError
+
+
+class TextDecoder(Protocol):
+    """Turns a stream of token ids into whole characters."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+logger = logging.getLogger("astrai.engine")
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -53,9 +65,13 @@ class TaskHandle:
         self.params = params
         self.cached_tokens = 0
         self._request_cancel = request_cancel
-        self._events: deque[TokenEvent] = deque()
+        self._events: deque[TokenEvent | int] = deque()
+        """What was posted and not read. An int is a sampled token and no more."""
+        self._decoder: TextDecoder | None = None
+        self._num_tokens = 0
+        self._has_ended = False
         self._has_started = False
-        self._ready = threading.Event()
+        self._ready: threading.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -65,14 +81,61 @@ class TaskHandle:
 
     def iter_events(self) -> Iterator[TokenEvent]:
         """Yield events until the last one; blocks the thread in between."""
+        # Made known before the queue is looked at: whoever posts after that look will set it.
+        ready = self._ready = threading.Event()
         while True:
-            self._ready.wait()
-            self._ready.clear()
-            while self._events:
-                event = self._events.popleft()
+            for event in self.take():
                 yield event
                 if event.finish_reason is not None:
                     return
+            ready.wait()
+            ready.clear()
+
+    def take(self) -> list[TokenEvent]:
+        """Events at hand, without waiting."""
+        events: list[TokenEvent] = []
+        for _ in range(len(self._events)):
+            posted = self._events.popleft()
+            if self._has_ended:
+                continue
+            try:
+                event = self._read(posted)
+            except Exception as error:
+                # Of the decoder; what the scheduler makes of the task from here on is of no interest.
+                logger.exception("the text of task %s could not be decoded", self.id)
+                event = self._fail(error)
+            events.append(event)
+            self._has_ended = event.finish_reason is not None
+        return events
+
+    def _read(self, posted: TokenEvent | int) -> TokenEvent:
+        """The event that was posted, with its text if that is left to this side."""
+        decoder = self._decoder
+        if isinstance(posted, int):
+            assert decoder is not None
+            self._num_tokens += 1
+            return TokenEvent(
+                token_id=posted,
+                text=decoder.push(posted),
+                cached_tokens=self.cached_tokens,
+                completion_tokens=self._num_tokens,
+            )
+        self._num_tokens = posted.completion_tokens
+        if decoder is None or posted.token_id is None:
+            return posted
+        text = "" if posted.finish_reason == "stop" else decoder.push(posted.token_id)
+        if posted.finish_reason is not None:
+            text += decoder.flush()
+        return attrs.evolve(posted, text=text)
+
+    def _fail(self, error: Exception) -> TokenEvent:
+        self.cancel()
+        return TokenEvent(
+            finish_reason="error",
+            error=error,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self._num_tokens,
+        )
 
     async def events(self) -> AsyncIterator[TokenEvent]:
         """Yield events until the last one. Leaving early does not cancel the task."""
@@ -84,7 +147,7 @@ class TaskHandle:
         """Yield all events at hand, again and again, until the last one: a slow reader gets longer lists."""
         while True:
             await self._wait(lambda: bool(self._events))
-            batch = [self._events.popleft() for _ in range(len(self._events))]
+            batch = self.take()
             yield batch
             if batch[-1].finish_reason is not None:
                 return
@@ -96,8 +159,9 @@ class TaskHandle:
             TaskError: the task ended with an error before that (its cause is the error itself).
         """
         await self._wait(lambda: self._has_started or bool(self._events))
-        if not self._has_started and self._events[0].finish_reason == "error":
-            raise TaskError(f"task {self.id} failed before it began") from self._events[0].error
+        first = None if self._has_started else self._events[0]
+        if isinstance(first, TokenEvent) and first.finish_reason == "error":
+            raise TaskError(f"task {self.id} failed before it began") from first.error
 
     async def _wait(self, is_ready: Callable[[], bool]) -> None:
         # The loop is published before the queue is looked at: whoever posts after that look will wake this
@@ -120,37 +184,48 @@ class TaskHandle:
         self.cached_tokens = cached_tokens
         self._has_started = True
 
+    def decode_with(self, decoder: TextDecoder) -> None:
+        """Scheduler: events come without text, and the reader decodes it; before anything is posted."""
+        self._decoder = decoder
+
     def post(self, event: TokenEvent) -> None:
         """Scheduler: append an event; ``wake_readers`` tells the reader."""
         self._events.append(event)
-        self._ready.set()
+
+    @property
+    def post_token(self) -> Callable[[int], None]:
+        """Scheduler: appends a sampled token that is not the last; ``wake_readers`` tells the reader."""
+        return self._events.append
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-def _wake_all(handles: list[TaskHandle]) -> None:
+def _wake_all(handles: Sequence[TaskHandle]) -> None:
     for handle in handles:
         handle._wake()
 
 
-def wake_readers(handles: Iterable[TaskHandle]) -> list[TaskHandle]:
-    """Wake the asynchronous readers of ``handles`` with one call per event loop.
+def wake_readers(handles: Sequence[TaskHandle]) -> list[TaskHandle]:
+    """Tell the readers of ``handles``; asynchronous ones with one call per event loop.
 
     Returns:
         The handles whose event loop is closed: nobody will ever read them.
     """
-    by_loop: dict[asyncio.AbstractEventLoop, list[TaskHandle]] = {}
-    for handle in handles:
-        if handle._loop is not None:
-            by_loop.setdefault(handle._loop, []).append(handle)
     orphans: list[TaskHandle] = []
-    for loop, waiting in by_loop.items():
+    for ready in {handle._ready for handle in handles}:
+        if ready is not None:
+            ready.set()
+    loops = {handle._loop for handle in handles}
+    loops.discard(None)
+    for loop in loops:
+        waiting = handles if len(loops) == 1 else [handle for handle in handles if handle._loop is loop]
         try:
-            loop.call_soon_threadsafe(_wake_all, waiting)
+            assert loop is not None
+            loop.call_soon_threadsafe(_wake_all, tuple(waiting))
         except RuntimeError:
-            orphans.extend(waiting)
+            orphans.extend(handle for handle in waiting if handle._loop is loop)
     return orphans
 
 

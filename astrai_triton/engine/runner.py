@@ -12,6 +12,7 @@ import torch
 
 from astrai_triton.backend import ATTN_BACKEND, attn_backend
 from astrai_triton.cache import Lease, PagePool
+from astrai_triton.engine.batch import DecodeBatch
 from astrai_triton.engine.graphs import DecodeGraphs
 from astrai_triton.engine.model import Model
 from astrai_triton.engine.sampling import SampledToken, SamplingPipeline
@@ -53,6 +54,17 @@ class ModelRunner:
         self._pool = pool
         self._sampler = sampler
         self._graphs = graphs
+        self._row_idx = torch.arange(pool.workspace.max_batch_size, device=model.device)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self._model.config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self._model.device
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
@@ -77,6 +89,33 @@ class ModelRunner:
         rows = [chunk.task.sample_row() for chunk in chunks if chunk.is_last]
         return self._sampler(logits, rows) if rows else []
 
+    @torch.inference_mode()
+    def decode(self, batch: DecodeBatch) -> tuple[torch.Tensor, list[int], list[SampledToken] | None]:
+        """Run and sample one token of every task of ``batch``, whose leases have slots for it.
+
+        Advances nothing: a call that raises can be repeated.
+
+        Returns:
+            The sampled ids ``[B]`` on the device and on the host, and all else that is known of them; None
+            where that is nothing.
+        """
+        logits = self._decode_logits(batch)
+        if batch.plan is not None and self._sampler.is_plain:
+            ids = batch.plan.draw(logits, batch.kv_lens)
+            return ids, ids.tolist(), None
+        sampled = self._sampler(logits, [task.sample_row() for task in batch.tasks])
+        host_ids = [token.token_id for token in sampled]
+        return torch.tensor(host_ids, dtype=torch.int64, device=self._model.device), host_ids, sampled
+
+    def _decode_logits(self, batch: DecodeBatch) -> torch.Tensor:
+        graphs = self._graphs
+        if graphs is not None and batch.backend in (None, graphs.backend):
+            return graphs.run(batch.leases, batch.kv_lens.tolist(), batch.token_ids)
+        kv_cache = self._pool.bind_decode(batch.rows, batch.kv_lens)
+        row_idx = self._row_idx[: len(batch.rows)]
+        with attn_backend(batch.backend) if batch.backend is not None else nullcontext():
+            return self._model(batch.token_ids, self._to_device(batch.kv_lens - 1), kv_cache, row_idx)
+
     def _replay(self, chunks: Sequence[Chunk], leases: Sequence[Lease]) -> torch.Tensor | None:
         """Logits of a decode step from a captured graph; None when it is no such step."""
         graphs = self._graphs
@@ -84,9 +123,8 @@ class ModelRunner:
             return None
         if not all(chunk.length == 1 and chunk.is_last for chunk in chunks):
             return None
-        return graphs.run(
-            leases, [chunk.end for chunk in chunks], [chunk.task.tokens[-1] for chunk in chunks]
-        )
+        token_ids = torch.tensor([chunk.task.tokens[-1] for chunk in chunks], dtype=torch.int64)
+        return graphs.run(leases, [chunk.end for chunk in chunks], token_ids)
 
     def _forward(self, chunks: Sequence[Chunk], leases: Sequence[Lease]) -> torch.Tensor:
         """Logits of the last row of each last chunk."""

@@ -74,7 +74,7 @@ class SampledToken:
     logprob: float | None = None
 
 
-class _Route(enum.Enum):
+class Route(enum.Enum):
     """What a row costs. Rows of one route are sampled together."""
 
     LARGEST = enum.auto()  # Greedy: two argmax over blocks.
@@ -93,6 +93,11 @@ class SamplingPipeline(BaseSamplingStrategy):
 
     def __init__(self, strategies: Sequence[BaseSamplingStrategy] = ()) -> None:
         self._strategies = tuple(strategies)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no steps but those that the rows ask for."""
+        return not self._strategies
 
     def narrow(self, candidates: Candidates) -> None:
         """Run all steps."""
@@ -138,7 +143,11 @@ class SamplingPipeline(BaseSamplingStrategy):
             return []
         if self._strategies:
             logits = self.apply(logits)
-        edits = _edits(rows)
+        edits = build_edits(
+            [row.params for row in rows],
+            [row.counts if row.params.has_penalties else _NO_COUNTS for row in rows],
+            [row.suppressed for row in rows],
+        )
         undo = [edit.edit_(logits) for edit in edits]
         ids = _draw_rows(logits, rows)
         for where, old in reversed(undo):
@@ -187,12 +196,20 @@ def sample(
     return _draw_rows(logits.float(), rows)
 
 
-def _edits(rows: Sequence[SampleRow]) -> list[PenaltyStrategy | LogitBiasStrategy]:
-    """The steps that edit single logits, if any row asks for them."""
+def build_edits(
+    params: Sequence[SamplingParams],
+    counts: Sequence[Mapping[int, int]] | None,
+    suppressed: Sequence[Sequence[int]] | None,
+) -> list[PenaltyStrategy | LogitBiasStrategy]:
+    """The steps that edit single logits, if any row asks for them.
+
+    Args:
+        params: one for each row.
+        counts: generated token id -> occurrences, of each row; None: no row has penalties.
+        suppressed: ids that must not be drawn now, of each row; None is none.
+    """
     edits: list[PenaltyStrategy | LogitBiasStrategy] = []
-    counts = [row.counts if row.params.has_penalties else _NO_COUNTS for row in rows]
-    if any(counts):
-        params = [row.params for row in rows]
+    if counts is not None and any(counts):
         edits.append(
             PenaltyStrategy(
                 counts,
@@ -201,31 +218,31 @@ def _edits(rows: Sequence[SampleRow]) -> list[PenaltyStrategy | LogitBiasStrateg
                 [p.repetition_penalty for p in params],
             )
         )
-    biases = [
-        {**row.params.logit_bias, **dict.fromkeys(row.suppressed, -math.inf)}
-        if row.suppressed
-        else row.params.logit_bias
-        for row in rows
-    ]
+    biases = [p.logit_bias for p in params]
+    if suppressed is not None and any(suppressed):
+        biases = [
+            {**bias, **dict.fromkeys(ids, -math.inf)} if ids else bias
+            for bias, ids in zip(biases, suppressed, strict=True)
+        ]
     if any(biases):
         edits.append(LogitBiasStrategy(biases))
     return edits
 
 
-def _route(params: SamplingParams, vocab_size: int) -> _Route:
+def choose_route(params: SamplingParams, vocab_size: int) -> Route:
     if params.is_greedy:
-        return _Route.LARGEST
+        return Route.LARGEST
     has_top_k = 0 < params.top_k < vocab_size
     if has_top_k and params.top_k <= MAX_SEARCHED:
-        return _Route.SEARCHED
-    return _Route.SORTED if has_top_k or params.top_p < 1.0 else _Route.FREE
+        return Route.SEARCHED
+    return Route.SORTED if has_top_k or params.top_p < 1.0 else Route.FREE
 
 
 def _draw_rows(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """One id a row, [B] int64 or -1. A vectorised pass for each route taken, four at most; no device read."""
-    routes: dict[_Route, list[int]] = {}
+    routes: dict[Route, list[int]] = {}
     for row_idx, row in enumerate(rows):
-        routes.setdefault(_route(row.params, logits.shape[1]), []).append(row_idx)
+        routes.setdefault(choose_route(row.params, logits.shape[1]), []).append(row_idx)
     if len(routes) == 1:
         return _draw_route(next(iter(routes)), logits, rows)
     ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
@@ -235,23 +252,32 @@ def _draw_rows(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return ids
 
 
-def _draw_route(route: _Route, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _draw_route(route: Route, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """One id a row for rows of one route, [B] int64 or -1."""
-    if route is _Route.LARGEST:
-        ids, top = take_largest(logits)
-        return _mark_invalid(ids, top)
-    params = [row.params for row in rows]
+    if route is Route.LARGEST:
+        return draw_largest(logits)
+    noise = torch.tensor([uniform(row.seed, row.position) for row in rows], dtype=torch.float64)
+    return build_steps(route, [row.params for row in rows]).draw(logits, noise.to(logits.device))
+
+
+def draw_largest(logits: Tensor) -> Tensor:
+    """The id of the largest logit of each row, [B] int64 or -1."""
+    ids, top = take_largest(logits)
+    return _mark_invalid(ids, top)
+
+
+def build_steps(route: Route, params: Sequence[SamplingParams]) -> SamplingPipeline:
+    """What rows of one route, that of greedy rows apart, pass through."""
     steps: list[BaseSamplingStrategy] = []
     if any(p.temperature != 1.0 for p in params):
         steps.append(TemperatureStrategy([p.temperature for p in params]))
-    if route is not _Route.FREE:
+    if route is not Route.FREE:
         steps.append(TopKStrategy([p.top_k for p in params]))
     if any(p.top_p < 1.0 for p in params):
         steps.append(TopPStrategy([p.top_p for p in params]))
     if any(p.min_p > 0.0 for p in params):
         steps.append(MinPStrategy([p.min_p for p in params]))
-    noise = torch.tensor([uniform(row.seed, row.position) for row in rows], dtype=torch.float64)
-    return SamplingPipeline(steps).draw(logits, noise.to(logits.device))
+    return SamplingPipeline(steps)
 
 
 def _mark_invalid(ids: Tensor, top: Tensor) -> Tensor:

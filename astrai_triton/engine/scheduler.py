@@ -9,10 +9,11 @@ from collections import deque
 
 from astrai_triton.cache import PagePool
 from astrai_triton.engine.budget import PolicyName
+from astrai_triton.engine.observer import Observer
 from astrai_triton.engine.queue import MAX_OVERTAKEN
 from astrai_triton.engine.runner import ModelRunner
 from astrai_triton.engine.stats import StepStats
-from astrai_triton.engine.stepper import Observer, Stepper
+from astrai_triton.engine.stepper import Stepper
 from astrai_triton.engine.task import Task
 from astrai_triton.errors import EngineUnavailableError, QueueFullError
 
@@ -85,7 +86,7 @@ class InferenceScheduler:
     @property
     def num_waiting(self) -> int:
         """Tasks that were accepted and do not run yet."""
-        return len(self._arrived) + len(self._stepper.waiting)
+        return len(self._arrived) + self._stepper.num_waiting
 
     @property
     def num_active(self) -> int:

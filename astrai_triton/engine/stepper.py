@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
 
 from astrai_triton.cache import PagePool
+from astrai_triton.engine.admission import Admission
+from astrai_triton.engine.batch import DecodeBatch
 from astrai_triton.engine.budget import POLICIES, PolicyName
-from astrai_triton.engine.queue import MAX_OVERTAKEN, WaitingQueue
+from astrai_triton.engine.observer import Observer
+from astrai_triton.engine.queue import MAX_OVERTAKEN
 from astrai_triton.engine.result import FinishReason, TokenEvent, wake_readers
 from astrai_triton.engine.runner import Chunk, ModelRunner, group_by_backend
 from astrai_triton.engine.sampling import SampledToken
@@ -18,27 +20,6 @@ from astrai_triton.engine.task import Task
 from astrai_triton.errors import OutOfPagesError
 
 logger = logging.getLogger("astrai.engine")
-
-MAX_PASSED = 4
-"""Waiting tasks that are tried after one that does not fit."""
-
-
-class Observer(Protocol):
-    """What wants to know what a step does; see ``trace``."""
-
-    def open(self, sizes: Mapping[str, Any]) -> None: ...
-
-    def begin(self, arrived: Sequence[Task], cancelled: Sequence[Task]) -> None: ...
-
-    def run(self, chunks: Sequence[Chunk]) -> None: ...
-
-    def sample(self, task: Task, token_id: int) -> None: ...
-
-    def preempt(self, task: Task) -> None: ...
-
-    def end(self, task: Task, reason: FinishReason) -> None: ...
-
-    def close_step(self) -> None: ...
 
 
 class Stepper:
@@ -80,8 +61,11 @@ class Stepper:
         self._observer = observer
         self._unread: list[Task] = []
         self._orphaned: list[Task] = []
-        self._blocked: tuple[int, int] | None = None
-        self.waiting = WaitingQueue(max_overtaken)
+        self._prefilling: list[Task] = []
+        self._batches: list[DecodeBatch] | None = None
+        """The running tasks that decode; None: they are not what they were."""
+        self._has_ended = False
+        self._admission = Admission(pool, stats, self._fail, max_overtaken)
         self.running: list[Task] = []
 
     def step(self, arrived: Sequence[Task] = (), cancelled: Sequence[Task] = ()) -> int:
@@ -94,7 +78,8 @@ class Stepper:
         Returns:
             How many tasks ended and were cleaned up.
         """
-        self._receive(arrived)
+        if arrived:
+            self._admission.receive(arrived, self.running)
         cancelled = [*cancelled, *self._take_orphans()]
         if self._observer is not None:
             self._observer.begin(arrived, cancelled)
@@ -115,8 +100,10 @@ class Stepper:
     ) -> int:
         """End every task, those that just arrived too; the pool gets everything back. Returns how many there
         were."""
-        tasks = [*self.running, *self.waiting.clear(), *arrived]
+        tasks = [*self.running, *self._admission.waiting.clear(), *arrived]
         self.running.clear()
+        self._prefilling.clear()
+        self._batches = None
         for task in tasks:
             if not task.is_done:
                 self._publish(task, task.end(reason, error=error))
@@ -133,7 +120,12 @@ class Stepper:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.running or len(self.waiting) or self._orphaned)
+        return bool(self.running or self.num_waiting or self._orphaned)
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that were received and do not run."""
+        return len(self._admission.waiting)
 
     # In and out
 
@@ -141,22 +133,19 @@ class Stepper:
         orphans, self._orphaned = self._orphaned, []
         return orphans
 
-    def _receive(self, arrived: Sequence[Task]) -> None:
-        if arrived:
-            unmetered = self._count_unmetered()
-            for task in arrived:
-                self.waiting.push(task, unmetered)
-
     def _clean_up(self) -> int:
         """Record complete pages of tasks that ended and free what they hold."""
+        if not self._has_ended:
+            return 0
+        self._has_ended, self._batches = False, None
         ended = [task for task in self.running if task.is_done]
-        if ended:
-            self.running = [task for task in self.running if not task.is_done]
-        ended += self.waiting.remove_done()
+        self.running = [task for task in self.running if not task.is_done]
+        self._prefilling = [task for task in self._prefilling if not task.is_done]
+        ended += self._admission.waiting.remove_done()
         now = time.monotonic() if ended else 0.0
         for task in ended:
             self._release(task)
-            self._charge(task)
+            self._admission.charge(task)
             if task.started_at:
                 self._stats.record_task(now - task.started_at)
         return len(ended)
@@ -182,8 +171,10 @@ class Stepper:
     def _publish(self, task: Task, event: TokenEvent) -> None:
         """Post an event; readers on an event loop are woken together by ``_announce``."""
         event = task.call_back(event)
-        if event.finish_reason is not None and self._observer is not None:
-            self._observer.end(task, event.finish_reason)
+        if event.finish_reason is not None:
+            self._has_ended = True
+            if self._observer is not None:
+                self._observer.end(task, event.finish_reason)
         task.handle.post(event)
         self._unread.append(task)
 
@@ -195,113 +186,110 @@ class Stepper:
         if orphans:
             self._orphaned += [task for task in unread if id(task.handle) in orphans and not task.is_done]
 
-    # Meters
-
-    def _count_unmetered(self) -> dict[str | None, int]:
-        """Tokens that running tasks were served since they were last put on their key's meter."""
-        unmetered: dict[str | None, int] = {}
-        for task in self.running:
-            unmetered[task.key] = unmetered.get(task.key, 0) + task.num_generated - task.num_metered
-        return unmetered
-
-    def _charge(self, task: Task, num_prompt_tokens: int = 0) -> None:
-        num_tokens = num_prompt_tokens + task.num_generated - task.num_metered
-        task.num_metered = task.num_generated
-        if num_tokens:
-            self.waiting.charge(task.key, num_tokens)
-
-    # Start
+    # Start and preempt
 
     def _refill(self) -> None:
-        """Start waiting tasks in their order while rows and pages last; where one does not fit, a few after
-        it are tried."""
-        while len(self.waiting) and len(self.running) < self._max_batch_size:
-            # Only looked at again when pages have come or gone, or somebody has arrived.
-            state = (len(self.waiting), self._pool.num_free_pages())
-            if self.running and self._blocked == state:
+        """Start waiting tasks while rows and pages last."""
+        while len(self.running) < self._max_batch_size:
+            task = self._admission.start_next(self.running)
+            if task is None:
                 return
-            if not self._start_first():
-                self._blocked = state
-                return
-
-    def _start_first(self) -> bool:
-        """Start the first of the candidates that fits."""
-        for num_passed, task in enumerate(self.waiting.candidates(self._count_unmetered())):
-            if num_passed > MAX_PASSED:
-                break
-            try:
-                has_started = self._start(task)
-            except Exception as error:  # noqa: BLE001 - a fault belongs to the task that causes it
-                self._fail(task, error)
-                has_started = True
-            if has_started:
-                self.waiting.take(task)
-                self.running.append(task)
-                return True
-        return False
-
-    def _start(self, task: Task) -> bool:
-        """Give ``task`` a row and its cached prefix, if there is room for the rest of it."""
-        lease = self._pool.open(task.tokens, task.salt)
-        if lease is None:
-            return False
-        # Held from here on, so that a fault below cannot lose it.
-        task.lease = lease
-        # A task that was preempted waits for room for its whole answer, or it would be preempted again.
-        goal = task.prompt_len + task.max_tokens if task.num_preempted else len(task.tokens)
-        needed = self._pool.pages_needed(lease, goal)
-        # One page per running task: what they may ask for in the next step.
-        reserve = len(self.running)
-        if self.running and needed and needed + reserve > self._pool.num_free_pages():
-            task.lease = None
-            self._pool.close(lease)
-            return False
-        task.num_computed = lease.cached_len
-        if task.num_preempted:
-            self._stats.num_recomputed += max(0, task.num_lost - lease.cached_len)
-        else:
-            self._charge(task, task.prompt_len - lease.cached_len)
-            task.started_at = time.monotonic()
-            task.cached_tokens = lease.cached_len
-            task.handle.mark_started(task.cached_tokens)
+            self.running.append(task)
+            self._prefilling.append(task)
             self._unread.append(task)
-        return True
 
     def _preempt(self, task: Task) -> None:
         """Take everything from a running task and put it back into the queue at its place."""
         if self._observer is not None:
             self._observer.preempt(task)
-        self._charge(task)
+        self._admission.charge(task)
         self._release(task)
         self.running.remove(task)
+        if task.is_decoding:
+            self._batches = None
+        else:
+            self._prefilling.remove(task)
         self._stats.num_preemptions += 1
         task.num_preempted += 1
-        task.num_lost, task.num_computed = task.num_computed, 0
-        self.waiting.restore(task)
+        task.num_lost, task.num_prefilled, task.is_decoding = task.num_computed, 0, False
+        self._admission.restore(task)
 
     # Compute
 
     def _prefill(self) -> None:
         """One ragged forward over chunks of all tasks that still have more than one token to compute."""
         self._announce()
-        pending = [task for task in self.running if task.num_pending > 1 or not task.num_generated]
+        pending = self._prefilling
         if not pending:
             return
         budget = max(self._pool.page_size, self._max_step_tokens - (len(self.running) - len(pending)))
         lengths = self._share([task.num_pending for task in pending], budget, self._pool.page_size)
         self._run([Chunk(task, length) for task, length in zip(pending, lengths, strict=True) if length])
+        if any(task.is_decoding for task in pending):
+            self._prefilling = [task for task in self._prefilling if not task.is_decoding]
+            self._batches = None
 
     def _decode(self) -> None:
         """One forward for every task whose prompt is complete; each gives one row."""
-        self._run([Chunk(task, 1) for task in self.running if task.num_generated and task.num_pending == 1])
+        if self._batches is None:
+            chunks = [Chunk(task, 1) for task in self.running if task.is_decoding and not task.is_done]
+            self._batches = [
+                DecodeBatch([chunk.task for chunk in group], self._runner.vocab_size, self._runner.device)
+                for group in group_by_backend(chunks)
+            ]
+        batches = self._batches
+        if all(self._grow(batch) for batch in batches):
+            for batch in batches:
+                self._run_batch(batch)
+        else:
+            # Somebody has to make room.
+            self._batches = None
+            self._run([Chunk(task, 1) for batch in batches for task in batch.tasks if task.is_decoding])
+        self._announce()
+
+    def _grow(self, batch: DecodeBatch) -> bool:
+        """Give every task a slot for its next token; False if they do not all get one just like that."""
+        growing = batch.find_growing()
+        if not growing:
+            return True
+        try:
+            for i in growing:
+                self._pool.extend(batch.leases[i], len(batch.tasks[i].tokens))
+        except Exception:  # noqa: BLE001 - whoever is at fault is found out when they are tried one by one
+            return False
+        batch.note_growth(growing)
+        return True
+
+    def _run_batch(self, batch: DecodeBatch) -> None:
+        if self._observer is not None:
+            self._observer.run([Chunk(task, 1) for task in batch.tasks])
+        try:
+            token_ids, ids, sampled = self._runner.decode(batch)
+        except Exception as error:
+            logger.warning("a step of %d tasks failed; each runs alone now", len(batch.tasks), exc_info=error)
+            self._batches = None
+            for task in batch.tasks:
+                self._forward_and_advance([Chunk(task, 1)])
+            return
+        if sampled is None and self._observer is None and batch.advance(ids):
+            self._stats.total_tokens += len(ids)
+            self._unread += batch.tasks
+        else:
+            tokens = sampled if sampled is not None else map(SampledToken, ids)
+            for task, token in zip(batch.tasks, tokens, strict=True):
+                self._accept(task, token)
+        batch.step_forward(token_ids)
 
     def _run(self, chunks: Sequence[Chunk]) -> None:
         for group in group_by_backend(self._reserve(chunks)):
             if self._observer is not None:
                 self._observer.run(group)
-            for chunk, token in self._forward(group):
-                self._advance(chunk, token)
+            self._forward_and_advance(group)
         self._announce()
+
+    def _forward_and_advance(self, chunks: Sequence[Chunk]) -> None:
+        for chunk, token in self._forward(chunks):
+            self._advance(chunk, token)
 
     def _reserve(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Give every chunk its slots, oldest task first; out of pages, the youngest running task is
@@ -340,9 +328,13 @@ class Stepper:
     def _advance(self, chunk: Chunk, token: SampledToken | None) -> None:
         """Take note that a chunk has run, and of the token sampled after it."""
         task, is_last = chunk.task, chunk.is_last
-        task.num_computed = chunk.end
-        if not is_last or token is None:
-            return
+        if not task.is_decoding:
+            task.num_prefilled = chunk.end
+        if is_last and token is not None:
+            self._accept(task, token)
+
+    def _accept(self, task: Task, token: SampledToken) -> None:
+        """Append a sampled token to its task and tell the reader."""
         if self._observer is not None:
             self._observer.sample(task, token.token_id)
         try:
@@ -352,5 +344,6 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - a fault belongs to the task that causes it
             self._fail(task, error)
             return
+        task.is_decoding = task.num_generated > 0
         self._stats.total_tokens += task.max_tokens > 0
         self._publish(task, event)

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import attrs
 
 from astrai_triton.backend import ATTN_BACKEND
 from astrai_triton.cache import Lease
 from astrai_triton.engine.params import SamplingParams
-from astrai_triton.engine.result import FinishReason, TaskHandle, TokenEvent
+from astrai_triton.engine.result import FinishReason, TaskHandle, TextDecoder, TokenEvent
 from astrai_triton.engine.sampling import SampledToken, SampleRow
 from astrai_triton.engine.stops import StopMatcher
 from astrai_triton.errors import NonFiniteLogitsError
 
 logger = logging.getLogger("astrai.engine")
-
-
-class TextDecoder(Protocol):
-    """Turns a stream of token ids into whole characters."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -51,8 +42,10 @@ class Task:
     """Attention backend in force where the task was submitted; None is automatic."""
     callback: Callable[[TokenEvent], None] | None = None
     lease: Lease | None = None
-    num_computed: int = 0
-    """Leading tokens whose K and V are in the cache."""
+    num_prefilled: int = 0
+    """Leading tokens whose K and V are in the cache, while prompt or lost tokens are computed."""
+    is_decoding: bool = False
+    """Whether the cache holds all tokens but the last, which was sampled and is to run next."""
     cached_tokens: int = 0
     """Of the prompt, found in the prefix cache at the first start."""
     num_preempted: int = 0
@@ -68,6 +61,25 @@ class Task:
     """Generated token -> occurrences; kept only where a penalty needs it."""
     is_cancelled: bool = False
     is_done: bool = False
+
+    is_quiet: bool = attrs.field(init=False)
+    """Whether its tokens matter to nobody but the reader until it ends: the handle decodes the text then."""
+
+    def __attrs_post_init__(self) -> None:
+        params = self.params
+        self.is_quiet = not (params.stop or params.logprobs or params.has_penalties or self.callback)
+        if self.is_quiet:
+            self.handle.decode_with(self.text_decoder)
+
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens whose K and V are in the cache."""
+        return len(self.tokens) - 1 if self.is_decoding else self.num_prefilled
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.prompt_len + self.max_tokens - len(self.tokens)
 
     @property
     def num_generated(self) -> int:
@@ -97,17 +109,31 @@ class Task:
             return self.end("error", error=NonFiniteLogitsError("the model's logits are not finite"))
         self.tokens.append(token_id)
         self._count(token_id)
+        if self.is_quiet:
+            return self._accept_quietly(sampled)
         if token_id in self.stop_ids:
             return self._finish(sampled, "stop", self.stops.push(self.text_decoder.flush()))
         text = self.stops.push(self.text_decoder.push(token_id))
         if self.stops.matched is not None:
             return self._finish(sampled, "stop", text)
-        if self.num_generated >= self.max_tokens:
+        if self.num_left <= 0:
             return self._finish(sampled, "length", text + self.stops.push(self.text_decoder.flush()))
         return TokenEvent(
             token_id=token_id,
             text=text,
             logprob=sampled.logprob,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.num_generated,
+        )
+
+    def _accept_quietly(self, sampled: SampledToken) -> TokenEvent:
+        """The text is the reader's business."""
+        if sampled.token_id in self.stop_ids:
+            return self.end("stop", token_id=sampled.token_id)
+        if self.num_left <= 0:
+            return self.end("length", token_id=sampled.token_id)
+        return TokenEvent(
+            token_id=sampled.token_id,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.num_generated,
         )

@@ -114,7 +114,7 @@ def test_replays_of_any_length_and_batch_read_the_buffers_of_the_capture(pool: P
     model.seen.clear()
     leases = [take(pool, CONTEXT) for _ in range(3)]
     for kv_lens in ((1, 1, 1), (CONTEXT, 1, 7), (2, CONTEXT, CONTEXT)):
-        graphs.run(leases, kv_lens, [5, 6, 7])
+        graphs.run(leases, kv_lens, torch.tensor([5, 6, 7]))
         token_ids, positions, cache, rows = model.seen[-1]
         first_ids, _, first_cache, first_rows = captured[4]
         assert cache is first_cache
@@ -133,7 +133,7 @@ def test_only_the_rows_of_tasks_write_and_come_back(pool: PagePool) -> None:
     graphs = DecodeGraphs(model, pool, max_batch_size=6, record=Replayer())
     leases = [take(pool, 9) for _ in range(3)]
     before = pool.storage.k_buffer.clone()
-    logits = graphs.run(leases, (9, 4, 1), [50, 60, 70])
+    logits = graphs.run(leases, (9, 4, 1), torch.tensor([50, 60, 70]))
     assert logits.shape == (3, VOCAB)
     changed = (pool.storage.k_buffer != before).any(dim=3)[0, :, 0].nonzero().flatten().tolist()
     table = pool.req_to_token.table
@@ -146,9 +146,9 @@ def test_a_smaller_batch_after_a_larger_one_forgets_its_rows(pool: PagePool) -> 
     model = SlotModel()
     graphs = DecodeGraphs(model, pool, max_batch_size=6, record=Replayer())
     leases = [take(pool, 9) for _ in range(4)]
-    graphs.run(leases, (9, 8, 7, 6), [1, 2, 3, 4])
+    graphs.run(leases, (9, 8, 7, 6), torch.tensor([1, 2, 3, 4]))
     before = pool.storage.k_buffer.clone()
-    graphs.run(leases[:3], (9, 8, 7), [1, 2, 3])
+    graphs.run(leases[:3], (9, 8, 7), torch.tensor([1, 2, 3]))
     assert torch.equal(pool.storage.k_buffer, before)
     assert model.seen[-1][2].out_cache_loc[3] == -1
 
@@ -158,10 +158,10 @@ def test_a_step_that_the_pool_refuses_is_refused_before_the_replay(pool: PagePoo
     graphs = DecodeGraphs(SlotModel(), pool, max_batch_size=6, record=recorder)
     lease = take(pool, 4)
     with pytest.raises(ValueError, match="extend the lease first"):
-        graphs.run([lease], [9], [1])
+        graphs.run([lease], [9], torch.tensor([1]))
     pool.close(lease)
     with pytest.raises(PageOwnershipError, match="closed"):
-        graphs.run([lease], [4], [1])
+        graphs.run([lease], [4], torch.tensor([1]))
     assert recorder.replayed == []
 
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astrai_triton.engine.noise import uniform
+from astrai_triton.engine.noise import uniform, uniform_array
 
 seeds = st.integers(-(2**63), 2**64)
 
@@ -34,3 +35,10 @@ def test_noise_fills_the_interval_evenly_along_positions_and_along_seeds() -> No
         chi_square = sum((count - 1000) ** 2 / 1000 for count in counts)
         # 19 degrees of freedom: above 52.4 once in 50 000 streams.
         assert chi_square < 52.4
+
+
+def test_an_array_of_draws_has_the_bits_of_single_ones() -> None:
+    seeds = [0, 1, 7, 2**63, 2**64 - 1, 12345678901234567890]
+    positions = [0, 1, 999, 2**31, 5, 2**40]
+    many = uniform_array(np.array(seeds, dtype=np.uint64), np.array(positions))
+    assert many.tolist() == [uniform(seed, at) for seed, at in zip(seeds, positions, strict=True)]
