@@ -74,6 +74,9 @@ class TaskHandle:
         self._ready: threading.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._is_ready: Callable[[], bool] | None = None
+        self._on_events: Callable[[], None] | None = None
+        self._is_complete = False
 
     def cancel(self) -> None:
         """End the task within one step; its last event says ``cancelled``. A finished task stays as it is."""
@@ -152,6 +155,21 @@ class TaskHandle:
             if batch[-1].finish_reason is not None:
                 return
 
+    async def finished(self) -> list[TokenEvent]:
+        """Wait for the last event and return all that have not been read."""
+        await self._wait(lambda: self._is_complete)
+        return self.take()
+
+    def attach(self, on_events: Callable[[], None] | None) -> None:
+        """Have ``on_events`` called in this event loop whenever events may be at hand; None ends that.
+
+        It is called at once, too, for those at hand now.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_events = on_events
+        if on_events is not None:
+            on_events()
+
     async def started(self) -> None:
         """Wait until prefill has begun, when ``cached_tokens`` is known.
 
@@ -168,7 +186,7 @@ class TaskHandle:
         # loop.
         self._loop = asyncio.get_running_loop()
         while not is_ready():
-            self._waiter = self._loop.create_future()
+            self._waiter, self._is_ready = self._loop.create_future(), is_ready
             try:
                 await self._waiter
             finally:
@@ -191,6 +209,8 @@ class TaskHandle:
     def post(self, event: TokenEvent) -> None:
         """Scheduler: append an event; ``wake_readers`` tells the reader."""
         self._events.append(event)
+        if event.finish_reason is not None:
+            self._is_complete = True
 
     @property
     def post_token(self) -> Callable[[int], None]:
@@ -198,8 +218,12 @@ class TaskHandle:
         return self._events.append
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._on_events is not None:
+            self._on_events()
+        elif self._waiter is not None and not self._waiter.done():
+            assert self._is_ready is not None
+            if self._is_ready():
+                self._waiter.set_result(None)
 
 
 def _wake_all(handles: Sequence[TaskHandle]) -> None:

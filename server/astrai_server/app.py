@@ -7,19 +7,21 @@ import functools
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from astrai_server.anthropic import AnthropicResponseBuilder
 from astrai_server.builder import ResponseBuilder
 from astrai_server.config import LimitSettings, Settings
+from astrai_server.connection import Connection
 from astrai_server.gate import EngineGate
 from astrai_server.handler import ProtocolHandler, Report
 from astrai_server.openai import OpenAIResponseBuilder
 from astrai_server.problem import SlowBodyError, UnknownModelNameError, explain, is_internal, new_request_id
 from astrai_server.sse import encode_json
+from astrai_server.stream import FrameStream
 from astrai_server.wire import read_request
 
 logger = logging.getLogger("astrai.server")
@@ -175,7 +177,7 @@ async def _parse(request_id: str, body: bytes, kind: type[Any]) -> Any:
     return request
 
 
-async def _send_stream(http: web.Request, frames: AsyncIterator[bytes], report: Report) -> web.StreamResponse:
+async def _send_stream(http: web.Request, frames: FrameStream, report: Report) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={
             "Content-Type": "text/event-stream; charset=utf-8",
@@ -184,9 +186,26 @@ async def _send_stream(http: web.Request, frames: AsyncIterator[bytes], report: 
             "X-Accel-Buffering": "no",
         }
     )
+    if http.version >= HttpVersion11:
+        response.enable_chunked_encoding()
     await response.prepare(http)
-    async for data in frames:
-        await response.write(data)
+    connection, transport = http.protocol, http.transport
+    await response.write(frames.start())
+    if not isinstance(connection, Connection) or transport is None:
+        raise ConnectionResetError("the client is gone")
+
+    def write(data: bytes) -> None:
+        # Headers are out by now, and nothing else writes to this response until its end.
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if response.chunked else data)
+
+    timeout_s = http.app[SETTINGS].limits.write_timeout_s
+    is_read = await frames.push(
+        write, lambda: connection.is_full, lambda: connection.wait_for_room(timeout_s)
+    )
+    if not is_read:
+        logger.warning("a client left its stream unread for %g s and is cut off", timeout_s)
+        transport.abort()
+        return response
     if report.finish not in ("stop", "length"):
         response.force_close()
     await response.write_eof()

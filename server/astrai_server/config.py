@@ -124,6 +124,9 @@ class LimitSettings:
     max_body_bytes: int = _option(4 << 20, Integer(low=1024, high=2**31), "Size of a request body.")
     header_timeout_s: float = _option(10.0, Number(low=0.1), "Seconds a client may take over its headers.")
     body_timeout_s: float = _option(30.0, Number(low=0.1), "Seconds a client may take over its body.")
+    write_timeout_s: float = _option(
+        60.0, Number(low=0.1), "Seconds a client may leave a stream unread before it is cut off."
+    )
     request_timeout_s: float | None = _option(
         None, Number(low=0.1, nullable=True), "Seconds a request may take in all; null is no limit."
     )

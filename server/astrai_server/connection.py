@@ -20,12 +20,37 @@ class Connection(web.RequestHandler):
         options: as ``web.RequestHandler``.
     """
 
-    __slots__ = ("_header_timeout_s", "_header_timer")
+    __slots__ = ("_has_room", "_header_timeout_s", "_header_timer")
 
     def __init__(self, server: web.Server, *, header_timeout_s: float, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client is behind with reading: what is written now only piles up."""
+        return not self._has_room.is_set()
+
+    async def wait_for_room(self, timeout_s: float) -> bool:
+        """Wait until the client has caught up; False when it has not within ``timeout_s`` seconds."""
+        try:
+            await asyncio.wait_for(self._has_room.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full."""
+        super().pause_writing()
+        self._has_room.clear()
+
+    def resume_writing(self) -> None:
+        """It has drained."""
+        super().resume_writing()
+        self._has_room.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the clock for the first request."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from astrai_server.builder import Context, Outcome, ResponseBuilder, Usage
-from astrai_server.problem import DeadlineError, explain, is_internal
+from astrai_server.problem import DeadlineError
+from astrai_server.stream import FrameStream
 from astrai_server.wire import InvalidRequestError, Issue
 from astrai_triton.errors import EngineUnavailableError, TaskError
 
@@ -88,12 +88,11 @@ class ProtocolHandler:
         self._has_ended = False
         self.report = Report()
 
-    async def handle(self) -> bytes | AsyncIterator[bytes]:
+    async def handle(self) -> bytes | FrameStream:
         """Admit the request.
 
         Returns:
-            The whole answer, or the frames of a stream. The iterator never raises on account of the engine: a
-            failure becomes the last frame.
+            The whole answer, or the frames of a stream.
 
         Raises:
             InvalidRequestError, AstraiError: the request was refused, or failed before its first byte.
@@ -139,32 +138,23 @@ class ProtocolHandler:
             raise DeadlineError(f"the answer took longer than {self._timeout_s:g} s")
 
     async def _collect(self, task: TaskHandle) -> Outcome:
-        pieces: list[str] = []
-        async for batch in task.batches():
-            self._note(batch[-1])
-            pieces.extend(event.text for event in batch)
-        return self._conclude(task, batch[-1], "".join(pieces))
+        events = await task.finished()
+        self._note(events[-1])
+        return self._conclude(task, events[-1], "".join(event.text for event in events))
 
-    async def _stream(self, context: Context, task: TaskHandle) -> AsyncIterator[bytes]:
-        """Frames; those of all events at hand together, so that a slow client costs fewer writes."""
-        builder = self._builder
-        try:
-            yield builder.format_stream_start(
-                context, Usage(prompt_tokens=task.prompt_len, cached_tokens=task.cached_tokens)
-            )
-            async for batch in task.batches():
-                self._note(batch[-1])
-                frames = [builder.format_chunk(context, event.text) for event in batch if event.text]
-                if batch[-1].finish_reason is not None:
-                    outcome = self._conclude(task, batch[-1])
-                    frames.append(builder.format_stream_end(context, outcome))
-                if frames:
-                    yield b"".join(frames)
-        except Exception as error:
-            if is_internal(error):
-                logger.exception("%s failed in mid-stream", self._request_id)
-            self.report.finish = self.report.finish or "error"
-            yield builder.format_stream_error(explain(error), self._request_id)
+    def _stream(self, context: Context, task: TaskHandle) -> FrameStream:
+        return FrameStream(
+            context,
+            task,
+            self._builder,
+            note=self._note,
+            conclude=lambda last: self._conclude(task, last),
+            give_up=self._give_up,
+            request_id=self._request_id,
+        )
+
+    def _give_up(self) -> None:
+        self.report.finish = self.report.finish or "error"
 
     def _note(self, last: TokenEvent) -> None:
         report = self.report

@@ -353,7 +353,7 @@ def test_an_error_in_the_engine_is_one_line_and_status_1(monkeypatch: pytest.Mon
     ("name", "text"),
     [
         ("tritno", "ASTR_BACKEND: wanted one of triton, cuda, flash, torch_native, got 'tritno'"),
-        ("cuda", "attention backend 'cuda' cannot run this call"),
+        ("flash", "attention backend 'flash' cannot run this call"),
     ],
 )
 def test_a_backend_that_is_not_there_ends_the_start(name: str, text: str) -> None:

@@ -58,9 +58,10 @@ def test_events_that_wait_together_are_written_together() -> None:
     async def use() -> None:
         answer = await make(engine, stream=True).handle()
         assert not isinstance(answer, bytes)
-        writes = [await anext(answer)]
+        stream = aiter(answer)
+        writes = [await anext(stream)]
         await asyncio.sleep(0.05)
-        writes += [data async for data in answer]
+        writes += [data async for data in stream]
         assert [data.count(b"\n\n") for data in writes] == [1, 6]
 
     run(use)
