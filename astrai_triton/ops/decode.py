@@ -17,9 +17,10 @@ from astrai_triton.ops.check import (
     check_shape,
     take_out,
 )
-from astrai_triton.ops.launch import arch_of, on_device, row_alignment
-from astrai_triton.ops.launch_decode import FP_FUSION, states_config
-from astrai_triton.ops.split import Keys, Options, run_splits
+from astrai_triton.ops.launch import arch_of, launch_options, on_device, row_alignment
+from astrai_triton.ops.launch_decode import states_config, states_constexprs
+from astrai_triton.ops.options import INT32_MAX, Options
+from astrai_triton.ops.split import Keys, run_splits
 
 
 def attn_decode(
@@ -69,6 +70,8 @@ def attn_decode(
     arch = check_qkv(q, k, v, k_scale=k_scale, v_scale=v_scale)
     check_shape("q", q, ("B", 1, "Hq", "D"))
     check_shape("k", k, (q.shape[0], "L", "Hkv", "D"))
+    if k.shape[1] > INT32_MAX:
+        raise ValueError(f"k: wanted at most {INT32_MAX} positions, got {k.shape[1]}; attend to fewer keys")
     check_options(q, softmax_scale, window_size, softcap, sinks)
     if mask is not None:
         check_bools("mask", mask, k.shape[:2], q.device)
@@ -256,13 +259,8 @@ def merge_states(
             *lse_b.stride(),
             *out.stride()[:2],
             q_heads,
-            HEAD_DIM=head_dim,
-            ALIGN=row_alignment(o_a, o_b, out),
-            BLOCK_H=config.block_m,
-            BLOCK_D=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=FP_FUSION,
+            **states_constexprs(head_dim, row_alignment(o_a, o_b, out), config),
+            **launch_options(config),
         )
     return out, lse
 

@@ -29,6 +29,12 @@ TRITON_TYPES: Mapping[torch.dtype, str] = {
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+FP_FUSION = True
+"""Products and sums of attention contract; said aloud, since the default differs between Triton versions."""
+
+MAX_GRID_SIDE = 65535
+"""Most programs of a grid in its second and third dimension."""
+
 # Triton's names of the types that a dot may run in.
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -159,6 +165,15 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
 def pad_block(size: int, least: int = 16) -> int:
     """The power of two that holds ``size``; at least 16, the smallest side of a matrix product."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def launch_options(config: KernelConfig) -> dict[str, Any]:
+    """What a launch of attention says to the compiler besides the kernel's own arguments."""
+    return {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": FP_FUSION,
+    }
 
 
 def row_alignment(*tensors: torch.Tensor | None) -> int:

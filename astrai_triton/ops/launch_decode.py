@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -20,13 +20,11 @@ from astrai_triton.ops.launch import (
     dot_type,
     pad_block,
 )
+from astrai_triton.ops.variant import describe_variant, name_dtypes, name_flags
 from astrai_triton.schedule import decode_chunk
 
 WINDOW_MAX = 2**31 - 1
 """A left window that reaches everything."""
-
-FP_FUSION = True
-"""Products and sums contract; said aloud, since the default differs between versions of Triton."""
 
 _MERGE_SPLITS, _MERGE_COLUMNS = 32, 64
 
@@ -108,8 +106,24 @@ class DecodeShape:
         return decode_chunk(self.q_heads, self.kv_heads, self.kv_dtype.itemsize)
 
 
-def decode_constexprs(shape: DecodeShape, config: KernelConfig, **flags: bool) -> dict[str, Any]:
-    """Compile-time arguments of ``attend_decode_kernel``; ``flags`` are its IS_ and HAS_ ones."""
+@attrs.frozen(kw_only=True)
+class DecodeFlags:
+    """What a call asks for, as far as a variant depends on it; by default the plainest."""
+
+    is_paged: bool = False
+    is_split: bool = False
+    """More than one split is launched; sinks and lse are then matters of the merge."""
+    has_new: bool = False
+    """K and V of the last position are appended."""
+    has_mask: bool = False
+    has_softcap: bool = False
+    sinks: torch.dtype | None = None
+    """Element type of the sinks, None without them."""
+    has_lse: bool = False
+
+
+def decode_constexprs(shape: DecodeShape, config: KernelConfig, flags: DecodeFlags) -> dict[str, Any]:
+    """Compile-time arguments of ``attend_decode_kernel``."""
     return {
         "GROUP": shape.group,
         "GROUP_TILES": -(-shape.group // config.block_m),
@@ -122,29 +136,64 @@ def decode_constexprs(shape: DecodeShape, config: KernelConfig, **flags: bool) -
         "BLOCK_N": config.block_n,
         "BLOCK_D": pad_block(shape.head_dim),
         "BLOCK_V": pad_block(shape.value_dim),
-        **flags,
+        "IS_PAGED": flags.is_paged,
+        "IS_SPLIT": flags.is_split,
+        "HAS_NEW": flags.has_new,
+        "HAS_MASK": flags.has_mask,
+        "HAS_SOFTCAP": flags.has_softcap,
+        "HAS_SINKS": flags.sinks is not None and not flags.is_split,
+        "HAS_LSE": flags.has_lse and not flags.is_split,
     }
 
 
-def merge_constexprs(shape: DecodeShape, config: KernelConfig, **flags: bool) -> dict[str, Any]:
-    """Compile-time arguments of ``merge_splits_kernel``; ``flags`` are its IS_ and HAS_ ones."""
+def merge_constexprs(shape: DecodeShape, config: KernelConfig, flags: DecodeFlags) -> dict[str, Any]:
+    """Compile-time arguments of ``merge_splits_kernel``."""
     return {
         "VALUE_DIM": shape.value_dim,
         "CHUNK": shape.chunk,
         "BLOCK_S": config.block_m,
         "BLOCK_V": config.block_n,
-        **flags,
+        "IS_PAGED": flags.is_paged,
+        "HAS_SINKS": flags.sinks is not None,
+        "HAS_LSE": flags.has_lse,
     }
 
 
-_FLAGS = ("IS_PAGED", "IS_SPLIT", "HAS_NEW", "HAS_MASK", "HAS_SOFTCAP", "HAS_SINKS", "HAS_LSE")
+def states_constexprs(head_dim: int, align: int, config: KernelConfig) -> dict[str, Any]:
+    """Compile-time arguments of ``merge_states_kernel``."""
+    return {"HEAD_DIM": head_dim, "ALIGN": align, "BLOCK_H": config.block_m, "BLOCK_D": config.block_n}
 
-# Flags of the listed variants: what the engine launches, the plainest, and everything at once.
-_FLAG_SETS = {
-    "paged_split": ("IS_PAGED", "IS_SPLIT", "HAS_NEW"),
-    "dense": (),
-    "every_option": ("IS_PAGED", "HAS_NEW", "HAS_MASK", "HAS_SOFTCAP", "HAS_SINKS", "HAS_LSE"),
+
+def decode_grid(shape: DecodeShape, config: KernelConfig, batch: int, splits: int) -> tuple[int, int, int]:
+    """Programs of ``attend_decode_kernel``: requests, tiles of heads, splits."""
+    return batch, shape.kv_heads * -(-shape.group // config.block_m), splits
+
+
+def merge_grid(shape: DecodeShape, config: KernelConfig, batch: int) -> tuple[int, int, int]:
+    """Programs of ``merge_splits_kernel``: requests, heads, blocks of columns."""
+    return batch, shape.q_heads, -(-shape.value_dim // config.block_n)
+
+
+def build_variants(arch: Arch, shape: DecodeShape, flags: DecodeFlags) -> tuple[Variant, ...]:
+    """What a call compiles, in the order of its launches: the splits, and the merge of several."""
+    splits = _split_variant(arch, shape, flags)
+    return (splits, _merge_variant(shape, flags)) if flags.is_split else (splits,)
+
+
+# What is worth a report: what the engine launches for long and for short contexts, the plainest call, and
+# everything at once.
+_KINDS: Mapping[str, DecodeFlags] = {
+    "paged_split": DecodeFlags(is_paged=True, is_split=True, has_new=True),
+    "paged": DecodeFlags(is_paged=True, has_new=True),
+    "dense": DecodeFlags(),
+    "every_option": DecodeFlags(
+        is_paged=True, has_new=True, has_mask=True, has_softcap=True, sinks=torch.float32, has_lse=True
+    ),
 }
+# Of one head shape each, as they differ from "paged_split" by what they leave out, or by much at once.
+_LISTED_ONCE = ("paged", "every_option")
+# A merge knows of pages, sinks and lse alone.
+_MERGED = ("paged_split", "every_option")
 
 # Head shapes of models in use: q heads, kv heads, head_dim, value_dim.
 _HEADS = (
@@ -156,19 +205,6 @@ _HEADS = (
     (40, 2, 128, 128),  # a group of 20
     (128, 1, 192, 128),  # one KV head for all
 )
-
-_OPTIONAL = {
-    "new_k_ptr": "HAS_NEW",
-    "new_v_ptr": "HAS_NEW",
-    "req_to_token_ptr": "IS_PAGED",
-    "req_pool_indices_ptr": "IS_PAGED",
-    "kv_indptr_ptr": "IS_PAGED",
-    "mask_ptr": "HAS_MASK",
-    "sinks_ptr": "HAS_SINKS",
-    "lse_ptr": "HAS_LSE",
-    "o_part_ptr": "IS_SPLIT",
-    "ml_part_ptr": "IS_SPLIT",
-}
 
 
 def list_variants(arch: Arch) -> tuple[Variant, ...]:
@@ -191,32 +227,42 @@ def list_variants(arch: Arch) -> tuple[Variant, ...]:
                 head_dim=heads[2],
                 value_dim=heads[3],
             )
-            for name, flags in _FLAG_SETS.items():
-                if name != "every_option" or heads == _HEADS[0]:
-                    variants.append(_decode_variant(arch, shape, name, frozenset(flags)))
+            kinds = [kind for kind in _KINDS if kind not in _LISTED_ONCE or heads == _HEADS[0]]
+            variants += [_split_variant(arch, shape, _KINDS[kind]) for kind in kinds]
             if q_dtype == kv_dtype:
-                variants.append(_merge_variant(shape))
+                variants += [_merge_variant(shape, _KINDS[kind]) for kind in kinds if kind in _MERGED]
     variants += [_states_variant(dtype) for dtype in (torch.bfloat16, torch.float32)]
     return tuple(variants)
 
 
-def _decode_variant(arch: Arch, shape: DecodeShape, kind: str, on: frozenset[str]) -> Variant:
+def _split_variant(arch: Arch, shape: DecodeShape, flags: DecodeFlags) -> Variant:
     config = decode_config(
         arch, shape.head_dim, shape.value_dim, shape.group, shape.q_dtype.itemsize, shape.kv_dtype.itemsize
     )
-    constexprs = decode_constexprs(shape, config, **{flag: flag in on for flag in _FLAGS})
-    q_type, kv_type = TRITON_TYPES[shape.q_dtype], TRITON_TYPES[shape.kv_dtype]
-    types = {"k_ptr": kv_type, "v_ptr": kv_type}
-    return _build(
-        f"decode_{kind}_h{shape.q_heads}_{shape.kv_heads}_d{shape.head_dim}_{shape.value_dim}_{q_type}"
-        + (f"_{kv_type}" if kv_type != q_type else ""),
+    pointers = {
+        **dict.fromkeys(("q_ptr", "new_k_ptr", "new_v_ptr", "out_ptr"), shape.q_dtype),
+        **dict.fromkeys(("k_ptr", "v_ptr"), shape.kv_dtype),
+        "sinks_ptr": None if flags.is_split else flags.sinks,
+    }
+    is_present = {
+        "new_k_ptr": flags.has_new,
+        "new_v_ptr": flags.has_new,
+        "req_to_token_ptr": flags.is_paged,
+        "req_pool_indices_ptr": flags.is_paged,
+        "kv_indptr_ptr": flags.is_paged,
+        "mask_ptr": flags.has_mask,
+        "out_ptr": not flags.is_split,
+        "lse_ptr": flags.has_lse and not flags.is_split,
+        "o_part_ptr": flags.is_split,
+        "ml_part_ptr": flags.is_split,
+    }
+    return describe_variant(
+        _name_splits(shape, flags),
         attend_decode_kernel,
-        types,
-        q_type,
-        constexprs,
+        decode_constexprs(shape, config, flags),
         config,
-        absent={name for name, flag in _OPTIONAL.items() if flag not in on}
-        | ({"out_ptr", "lse_ptr", "sinks_ptr"} if "IS_SPLIT" in on else set()),
+        pointers=pointers,
+        absent={name for name, is_here in is_present.items() if not is_here},
         uses_dot=shape.q_dtype != torch.float32,
         tile={
             "q_rows": config.block_m,
@@ -228,81 +274,46 @@ def _decode_variant(arch: Arch, shape: DecodeShape, kind: str, on: frozenset[str
     )
 
 
-def _merge_variant(shape: DecodeShape) -> Variant:
+def _merge_variant(shape: DecodeShape, flags: DecodeFlags) -> Variant:
     config = merge_config(shape.value_dim)
-    constexprs = merge_constexprs(shape, config, IS_PAGED=True, HAS_SINKS=True, HAS_LSE=True)
-    q_type = TRITON_TYPES[shape.q_dtype]
-    return _build(
-        f"merge_splits_h{shape.q_heads}_{shape.kv_heads}_d{shape.value_dim}_{q_type}",
+    is_present = {
+        "kv_indptr_ptr": flags.is_paged,
+        "lse_ptr": flags.has_lse,
+    }
+    kind = name_flags("paged" if flags.is_paged else "dense", {"lse": flags.has_lse}, flags.sinks)
+    heads = f"h{shape.q_heads}_{shape.kv_heads}_d{shape.value_dim}"
+    return describe_variant(
+        f"merge_splits_{kind}_{heads}_{TRITON_TYPES[shape.q_dtype]}",
         merge_splits_kernel,
-        {},
-        q_type,
-        constexprs,
+        merge_constexprs(shape, config, flags),
         config,
-        absent=set(),
-        uses_dot=False,
+        pointers={"out_ptr": shape.q_dtype, "sinks_ptr": flags.sinks},
+        absent={name for name, is_here in is_present.items() if not is_here},
         tile={"splits": config.block_m, "value_dim": config.block_n},
     )
 
 
 def _states_variant(dtype: torch.dtype) -> Variant:
     config = states_config(32, 128)
-    return _build(
+    return describe_variant(
         f"merge_states_h32_d128_{TRITON_TYPES[dtype]}",
         merge_states_kernel,
-        {"lse_a_ptr": "fp32", "lse_b_ptr": "fp32"},
-        TRITON_TYPES[dtype],
-        {"HEAD_DIM": 128, "ALIGN": 16, "BLOCK_H": config.block_m, "BLOCK_D": config.block_n},
+        states_constexprs(128, 16, config),
         config,
-        absent=set(),
-        uses_dot=False,
+        pointers=dict.fromkeys(("o_a_ptr", "o_b_ptr", "out_ptr"), dtype),
         tile={"q_rows": config.block_m, "value_dim": config.block_n},
     )
 
 
-_POINTER_TYPES = {
-    "req_to_token_ptr": "i32",
-    "req_pool_indices_ptr": "i32",
-    "kv_indptr_ptr": "i32",
-    "mask_ptr": "i1",
-    "sinks_ptr": "fp32",
-    "lse_ptr": "fp32",
-    "o_part_ptr": "fp32",
-    "ml_part_ptr": "fp32",
-}
-_FLOATS = ("score_scale", "cap", "inverse_k_scale", "inverse_v_scale", "value_scale")
-
-
-def _build(
-    name: str,
-    kernel: Any,
-    types: Mapping[str, str],
-    q_type: str,
-    constexprs: Mapping[str, Any],
-    config: KernelConfig,
-    *,
-    absent: Set[str],
-    uses_dot: bool,
-    tile: Mapping[str, int],
-) -> Variant:
-    """``types`` are element types of pointers that are neither fixed nor of type ``q_type``."""
-    signature, fixed = {}, {}
-    for param in kernel.arg_names:
-        if param in constexprs or param in absent:
-            signature[param], fixed[param] = "constexpr", constexprs.get(param)
-        elif param.endswith("_ptr"):
-            signature[param] = "*" + {**_POINTER_TYPES, **types}.get(param, q_type)
-        elif param in _FLOATS:
-            signature[param] = "fp32"
-        else:
-            signature[param] = "i64" if "_stride_" in param else "i32"
-    return Variant(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs=fixed,
-        divisible=(),
-        config=config,
-        uses_dot=uses_dot,
-        tile=tile,
-    )
+def _name_splits(shape: DecodeShape, flags: DecodeFlags) -> str:
+    place = "dense" if not flags.is_paged else "paged" if flags.has_new else "paged_written"
+    on = {
+        "split": flags.is_split,
+        "mask": flags.has_mask,
+        "softcap": flags.has_softcap,
+        "lse": flags.has_lse,
+    }
+    kinds = [kind for kind, asked in _KINDS.items() if asked == flags]
+    kind = kinds[0] if kinds else name_flags(place, on, flags.sinks)
+    heads = f"h{shape.q_heads}_{shape.kv_heads}_d{shape.head_dim}_{shape.value_dim}"
+    return f"decode_{kind}_{heads}_{name_dtypes(shape.q_dtype, shape.kv_dtype, shape.align)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,8 @@ import torch
 
 from astrai_triton.kernels.prefill import attend_prefill_kernel
 from astrai_triton.kernels.split import merge_prefill_kernel
-from astrai_triton.ops.launch import TRITON_TYPES, Arch, KernelConfig, Variant, dot_type, pad_block
+from astrai_triton.ops.launch import Arch, KernelConfig, Variant, dot_type, pad_block
+from astrai_triton.ops.variant import describe_variant, name_dtypes, name_flags
 from astrai_triton.schedule import Q_TILE
 
 WINDOW_MAX = 2**30
@@ -81,22 +82,78 @@ def count_splits(q_len: int, kv_len: int, window_left: int, max_places: int) -> 
 
 
 @attrs.frozen(kw_only=True)
+class PrefillShape:
+    """What a variant of the split-Q kernel depends on, besides its flags."""
+
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    align: int = 16
+    """Of row starts, in bytes; see ``row_alignment``."""
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_heads // self.kv_heads
+
+
+@attrs.frozen(kw_only=True)
+class PrefillFlags:
+    """What a call asks for, as far as a variant depends on it; by default the plainest."""
+
+    is_packed: bool = False
+    """Rows are packed and their keys paged."""
+    is_short: bool = False
+    """Tiles are filled with heads rather than with positions; of the grid."""
+    is_split: bool = False
+    """A request may be split along its keys; of the grid."""
+    mask_dim: int = 0
+    """0 without a mask; 2 for one of keys, 3 for one of rows and keys."""
+    has_left: bool = False
+    """The window ends on the left."""
+    has_right: bool = False
+    """The window ends on the right; causal is one that does at 0."""
+    has_softcap: bool = False
+    sinks: torch.dtype | None = None
+    """Element type of the sinks, None without them."""
+    has_lse: bool = False
+
+
+def choose_config(arch: Arch, shape: PrefillShape, flags: PrefillFlags) -> KernelConfig:
+    """The tile of a call; it does not depend on the flags that are of the grid."""
+    return prefill_config(
+        arch,
+        shape.head_dim,
+        shape.value_dim,
+        shape.q_dtype.itemsize,
+        mask_dim=flags.mask_dim,
+        has_left=flags.has_left,
+    )
+
+
+@attrs.frozen(kw_only=True)
 class Grid:
     """Programs of one call."""
 
     shape: tuple[int, int]
     num_q_tiles: int
     """Tiles of the map; of a dense request tiles times splits."""
-    heads: int
-    """Heads of a group in one tile."""
+    is_short: bool
+    """Tiles are filled with heads rather than with positions."""
     max_places: int
     """q tiles times splits of a request that is split."""
     max_tiles: int
     """Most q tiles of a request that is split; 0 when none can be, and then there is no merge."""
     part_rows: int
     """Rows of scratch."""
-    min_chunk: int
-    """Fewest keys of a split."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a request may be split along its keys."""
+        return self.max_tiles > 0
 
 
 def dense_grid(
@@ -104,7 +161,8 @@ def dense_grid(
 ) -> Grid:
     """Programs of a dense call: requests times splits times tiles, and shares of heads."""
     group = q_heads // kv_heads
-    heads = choose_heads(group, config.block_m, q_len <= SHORT_LEN)
+    is_short = q_len <= SHORT_LEN
+    heads = choose_heads(group, config.block_m, is_short)
     tiles = -(-q_len * heads // config.block_m)
     places = count_places(q_heads, kv_heads)
     splits = count_splits(q_len, kv_len, window_left, places)
@@ -112,11 +170,10 @@ def dense_grid(
     return Grid(
         shape=(batch * splits * tiles, kv_heads * -(-group // heads)),
         num_q_tiles=splits * tiles,
-        heads=heads,
+        is_short=is_short,
         max_places=places,
         max_tiles=-(-q_len // Q_TILE) if is_split else 0,
         part_rows=batch * places * Q_TILE if is_split else 0,
-        min_chunk=MIN_CHUNK,
     )
 
 
@@ -135,7 +192,8 @@ def packed_grid(
     into one split, nor if the only request has many rows.
     """
     group = q_heads // kv_heads
-    heads = choose_heads(group, config.block_m, num_tokens <= batch * SHORT_LEN)
+    is_short = num_tokens <= batch * SHORT_LEN
+    heads = choose_heads(group, config.block_m, is_short)
     parts = max(1, Q_TILE * heads // config.block_m)
     places = count_places(q_heads, kv_heads)
     fewest_rows = num_tokens if batch == 1 else 1
@@ -144,11 +202,10 @@ def packed_grid(
     return Grid(
         shape=(entries * parts, kv_heads * -(-group // heads)),
         num_q_tiles=num_q_tiles,
-        heads=heads,
+        is_short=is_short,
         max_places=places,
         max_tiles=places // 2 if is_split else 0,
         part_rows=batch * places * Q_TILE if is_split else 0,
-        min_chunk=MIN_CHUNK,
     )
 
 
@@ -157,69 +214,76 @@ def merge_config() -> KernelConfig:
     return KernelConfig(block_m=_MERGE_POSITIONS, block_n=1, num_warps=4, num_stages=2)
 
 
-def prefill_constexprs(
-    config: KernelConfig,
-    *,
-    q_dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    heads: int,
-    align: int,
-    min_chunk: int,
-    mask_dim: int,
-    **flags: bool,
-) -> dict[str, Any]:
-    """Compile-time arguments of ``attend_prefill_kernel``; ``flags`` are its IS_ and HAS_ ones."""
+def merge_grid(config: KernelConfig, grid: Grid, batch: int, q_heads: int) -> tuple[int, int]:
+    """Programs of ``merge_prefill_kernel``: blocks of positions of requests that may be split, and heads."""
+    return batch * grid.max_tiles * (Q_TILE // config.block_m), q_heads
+
+
+def prefill_constexprs(shape: PrefillShape, config: KernelConfig, flags: PrefillFlags) -> dict[str, Any]:
+    """Compile-time arguments of ``attend_prefill_kernel``."""
     return {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "HEADS": heads,
+        "HEAD_DIM": shape.head_dim,
+        "VALUE_DIM": shape.value_dim,
+        "HEADS": choose_heads(shape.group, config.block_m, flags.is_short),
         "Q_TILE": Q_TILE,
-        "MIN_CHUNK": min_chunk,
-        "ALIGN": align,
-        "DOT": dot_type(q_dtype),
-        "MASK_DIM": mask_dim,
+        "MIN_CHUNK": MIN_CHUNK,
+        "ALIGN": shape.align,
+        "DOT": dot_type(shape.q_dtype),
+        "MASK_DIM": flags.mask_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": pad_block(head_dim),
-        "BLOCK_V": pad_block(value_dim),
-        **flags,
+        "BLOCK_D": pad_block(shape.head_dim),
+        "BLOCK_V": pad_block(shape.value_dim),
+        "IS_PACKED": flags.is_packed,
+        "IS_PAGED": flags.is_packed,
+        "IS_SPLIT": flags.is_split,
+        "HAS_LEFT": flags.has_left,
+        "HAS_RIGHT": flags.has_right,
+        "HAS_SOFTCAP": flags.has_softcap,
+        "HAS_SINKS": flags.sinks is not None,
+        "HAS_LSE": flags.has_lse,
     }
 
 
-def merge_constexprs(
-    config: KernelConfig, value_dim: int, align: int, min_chunk: int, **flags: bool
-) -> dict[str, Any]:
-    """Compile-time arguments of ``merge_prefill_kernel``; ``flags`` are its IS_ and HAS_ ones."""
+def merge_constexprs(shape: PrefillShape, config: KernelConfig, flags: PrefillFlags) -> dict[str, Any]:
+    """Compile-time arguments of ``merge_prefill_kernel``."""
     return {
-        "VALUE_DIM": value_dim,
+        "VALUE_DIM": shape.value_dim,
         "Q_TILE": Q_TILE,
-        "MIN_CHUNK": min_chunk,
-        "ALIGN": align,
+        "MIN_CHUNK": MIN_CHUNK,
+        "ALIGN": shape.align,
         "BLOCK_M": config.block_m,
-        "BLOCK_V": pad_block(value_dim),
-        **flags,
+        "BLOCK_V": pad_block(shape.value_dim),
+        "IS_PACKED": flags.is_packed,
+        "HAS_SINKS": flags.sinks is not None,
+        "HAS_LSE": flags.has_lse,
     }
 
 
-_FLAGS = (
-    "IS_PACKED", "IS_PAGED", "IS_SPLIT", "HAS_LEFT", "HAS_RIGHT", "HAS_SOFTCAP", "HAS_SINKS", "HAS_LSE",
-)  # fmt: skip
-_PAGED = frozenset(("IS_PACKED", "IS_PAGED", "IS_SPLIT", "HAS_RIGHT"))
-# What calls of each kind turn on, besides "MASK" for a mask of rows and keys.
-_KINDS: Mapping[str, Set[str]] = {
-    "dense_full": frozenset(),
-    "dense_causal": frozenset(("HAS_RIGHT",)),
+def build_variants(arch: Arch, shape: PrefillShape, flags: PrefillFlags) -> tuple[Variant, ...]:
+    """What a call compiles, in the order of its launches: the tiles, and the merge if it may be split."""
+    tiles = _tile_variant(arch, shape, flags)
+    return (tiles, _merge_variant(shape, flags)) if flags.is_split else (tiles,)
+
+
+_PAGED = PrefillFlags(is_packed=True, is_split=True, has_right=True)
+_KINDS: Mapping[str, PrefillFlags] = {
+    "dense_full": PrefillFlags(),
+    "dense_causal": PrefillFlags(has_right=True),
     "paged": _PAGED,
-    "paged_whole": _PAGED - {"IS_SPLIT"},
-    "paged_window": _PAGED | {"HAS_LEFT"},
-    "every_option": _PAGED | {"MASK", "HAS_LEFT", "HAS_SOFTCAP", "HAS_SINKS", "HAS_LSE"},
+    "paged_short": attrs.evolve(_PAGED, is_short=True),
+    "paged_whole": attrs.evolve(_PAGED, is_split=False),
+    "paged_window": attrs.evolve(_PAGED, has_left=True),
+    "every_option": attrs.evolve(
+        _PAGED, mask_dim=3, has_left=True, has_softcap=True, sinks=torch.float32, has_lse=True
+    ),
 }
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-# Query and KV heads, head_dim, dtypes of q and of K and V, and the kinds worth a report.
+# Query and KV heads, head_dim, dtypes of q and of K and V, and the kinds worth a report. Short rows make no
+# variant of their own where the group is a power of two.
 _LISTED: tuple[tuple[int, int, int, torch.dtype, torch.dtype, tuple[str, ...]], ...] = (
-    (32, 8, 128, _BF16, _BF16, tuple(_KINDS)),
-    (9, 3, 64, _BF16, _BF16, ("dense_causal", "paged", "paged_window")),
+    (32, 8, 128, _BF16, _BF16, tuple(kind for kind in _KINDS if kind != "paged_short")),
+    (9, 3, 64, _BF16, _BF16, ("dense_causal", "paged", "paged_short", "paged_window")),
     (32, 8, 128, _FP16, _FP16, ("paged",)),
     (32, 32, 80, _BF16, _BF16, ("paged",)),
     (8, 4, 256, _BF16, _BF16, ("dense_causal", "paged")),
@@ -235,130 +299,96 @@ def list_variants(arch: Arch) -> tuple[Variant, ...]:
     Closed per head shape: batch, lengths, strides, groups and addresses are run-time values, so that a model
     uses a handful of variants, whatever its traffic.
     """
-    variants = [
-        _tile_variant(arch, q_heads // kv_heads, head_dim, (q_dtype, kv_dtype), kind)
-        for q_heads, kv_heads, head_dim, q_dtype, kv_dtype, kinds in _LISTED
-        for kind in kinds
-        if kv_dtype != torch.float8_e4m3fn or arch.has_fp8
-    ]
-    return (*variants, *(_merge_variant(head_dim, _BF16) for head_dim in (64, 128, 256)))
+    variants, merges = [], {}
+    for q_heads, kv_heads, head_dim, q_dtype, kv_dtype, kinds in _LISTED:
+        if kv_dtype == torch.float8_e4m3fn and not arch.has_fp8:
+            continue
+        shape = PrefillShape(
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=head_dim,
+        )
+        for kind in kinds:
+            variants.append(_tile_variant(arch, shape, _KINDS[kind]))
+            if q_dtype == _BF16 and kind in ("paged", "every_option"):
+                merge = _merge_variant(shape, _KINDS[kind])
+                merges[merge.name] = merge
+    return (*variants, *merges.values())
 
 
-def _tile_variant(
-    arch: Arch, group: int, head_dim: int, dtypes: tuple[torch.dtype, torch.dtype], kind: str
-) -> Variant:
-    q_dtype, kv_dtype = dtypes
-    on = _KINDS[kind]
-    mask_dim = 3 if "MASK" in on else 0
-    config = prefill_config(
-        arch, head_dim, head_dim, q_dtype.itemsize, mask_dim=mask_dim, has_left="HAS_LEFT" in on
-    )
-    heads = choose_heads(group, config.block_m, is_short=False)
-    constexprs = prefill_constexprs(
-        config,
-        q_dtype=q_dtype,
-        head_dim=head_dim,
-        value_dim=head_dim,
-        heads=heads,
-        align=16,
-        min_chunk=MIN_CHUNK,
-        mask_dim=mask_dim,
-        **{flag: flag in on for flag in _FLAGS},
-    )
-    q_type, kv_type = TRITON_TYPES[q_dtype], TRITON_TYPES[kv_dtype]
-    return _build(
-        f"prefill_{kind}_g{group}_d{head_dim}_{q_type}" + (f"_{kv_type}" if kv_type != q_type else ""),
+def _tile_variant(arch: Arch, shape: PrefillShape, flags: PrefillFlags) -> Variant:
+    config = choose_config(arch, shape, flags)
+    pointers = {
+        **dict.fromkeys(("q_ptr", "out_ptr"), shape.q_dtype),
+        **dict.fromkeys(("k_ptr", "v_ptr"), shape.kv_dtype),
+        "sinks_ptr": flags.sinks,
+    }
+    is_present = {
+        "req_to_token_ptr": flags.is_packed,
+        "req_pool_indices_ptr": flags.is_packed,
+        "kv_indptr_ptr": flags.is_packed,
+        "qo_indptr_ptr": flags.is_packed,
+        "q_tile_to_batch_ptr": flags.is_packed,
+        "q_tile_to_index_ptr": flags.is_packed,
+        "mask_ptr": flags.mask_dim > 0,
+        "mask_indptr_ptr": flags.mask_dim > 0 and flags.is_packed,
+        "lse_ptr": flags.has_lse,
+        "o_part_ptr": flags.is_split,
+        "ml_part_ptr": flags.is_split,
+    }
+    return describe_variant(
+        _name_tiles(shape, flags),
         attend_prefill_kernel,
-        {"q_ptr": q_type, "out_ptr": q_type, "k_ptr": kv_type, "v_ptr": kv_type},
-        constexprs,
+        prefill_constexprs(shape, config, flags),
         config,
-        absent={name for name, flag in _OPTIONAL.items() if flag not in on},
-        uses_dot=q_dtype != torch.float32,
+        pointers=pointers,
+        absent={name for name, is_here in is_present.items() if not is_here},
+        uses_dot=shape.q_dtype != torch.float32,
         tile={
             "q_rows": config.block_m,
             "keys": config.block_n,
-            "head_dim": head_dim,
-            "value_dim": head_dim,
-            "kv_itemsize": kv_dtype.itemsize,
+            "head_dim": shape.head_dim,
+            "value_dim": shape.value_dim,
+            "kv_itemsize": shape.kv_dtype.itemsize,
         },
     )
 
 
-def _merge_variant(value_dim: int, dtype: torch.dtype) -> Variant:
+def _merge_variant(shape: PrefillShape, flags: PrefillFlags) -> Variant:
     config = merge_config()
-    constexprs = merge_constexprs(
-        config, value_dim, 16, MIN_CHUNK, IS_PACKED=True, HAS_SINKS=True, HAS_LSE=True
-    )
-    return _build(
-        f"merge_prefill_d{value_dim}_{TRITON_TYPES[dtype]}",
+    is_present = {
+        "qo_indptr_ptr": flags.is_packed,
+        "kv_indptr_ptr": flags.is_packed,
+        "lse_ptr": flags.has_lse,
+    }
+    kind = name_flags("paged" if flags.is_packed else "dense", {"lse": flags.has_lse}, flags.sinks)
+    return describe_variant(
+        f"merge_prefill_{kind}_d{shape.value_dim}_{name_dtypes(shape.q_dtype, shape.q_dtype, shape.align)}",
         merge_prefill_kernel,
-        {"out_ptr": TRITON_TYPES[dtype]},
-        constexprs,
+        merge_constexprs(shape, config, flags),
         config,
-        absent=frozenset(),
-        uses_dot=False,
-        tile={"q_rows": config.block_m, "value_dim": value_dim},
+        pointers={"out_ptr": shape.q_dtype, "sinks_ptr": flags.sinks},
+        absent={name for name, is_here in is_present.items() if not is_here},
+        tile={"q_rows": config.block_m, "value_dim": shape.value_dim},
     )
 
 
-# Pointers that are None unless the flag is on.
-_OPTIONAL = {
-    "req_to_token_ptr": "IS_PAGED",
-    "req_pool_indices_ptr": "IS_PAGED",
-    "kv_indptr_ptr": "IS_PACKED",
-    "qo_indptr_ptr": "IS_PACKED",
-    "q_tile_to_batch_ptr": "IS_PACKED",
-    "q_tile_to_index_ptr": "IS_PACKED",
-    "mask_ptr": "MASK",
-    "mask_indptr_ptr": "MASK",
-    "sinks_ptr": "HAS_SINKS",
-    "lse_ptr": "HAS_LSE",
-    "o_part_ptr": "IS_SPLIT",
-    "ml_part_ptr": "IS_SPLIT",
-}
-_TYPES = {
-    "mask_ptr": "*i1",
-    "mask_indptr_ptr": "*i64",
-    "sinks_ptr": "*fp32",
-    "lse_ptr": "*fp32",
-    "o_part_ptr": "*fp32",
-    "ml_part_ptr": "*fp32",
-    "score_scale": "fp32",
-    "score_sign": "fp32",
-    "cap": "fp32",
-    "value_scale": "fp32",
-}
-
-
-def _build(
-    name: str,
-    kernel: Any,
-    element_types: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    config: KernelConfig,
-    *,
-    absent: Set[str],
-    uses_dot: bool,
-    tile: Mapping[str, int],
-) -> Variant:
-    signature: dict[str, str] = {}
-    for param in kernel.arg_names:
-        if param in constexprs or param in absent:
-            signature[param] = "constexpr"
-        elif param in element_types:
-            signature[param] = "*" + element_types[param]
-        elif param in _TYPES:
-            signature[param] = _TYPES[param]
-        else:
-            signature[param] = "*i32" if param.endswith("_ptr") else "i64" if "_stride_" in param else "i32"
-    fixed = {param: constexprs.get(param) for param, spelled in signature.items() if spelled == "constexpr"}
-    return Variant(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs=fixed,
-        divisible=(),
-        config=config,
-        uses_dot=uses_dot,
-        tile=tile,
-    )
+def _name_tiles(shape: PrefillShape, flags: PrefillFlags) -> str:
+    on = {
+        "full": not flags.has_right,
+        "right": flags.has_right,
+        "left": flags.has_left,
+        "split": flags.is_split,
+        "short": flags.is_short,
+        f"mask{flags.mask_dim}": flags.mask_dim > 0,
+        "softcap": flags.has_softcap,
+        "lse": flags.has_lse,
+    }
+    kinds = [kind for kind, asked in _KINDS.items() if asked == flags]
+    kind = kinds[0] if kinds else name_flags("paged" if flags.is_packed else "dense", on, flags.sinks)
+    sizes = f"d{shape.head_dim}" + (f"_{shape.value_dim}" if shape.value_dim != shape.head_dim else "")
+    dtypes = name_dtypes(shape.q_dtype, shape.kv_dtype, shape.align)
+    return f"prefill_{kind}_g{shape.group}_{sizes}_{dtypes}"

@@ -14,10 +14,11 @@ from astrai_triton.ops.check import (
     check_shape,
     take_out,
 )
-from astrai_triton.ops.launch_prefill import WINDOW_MAX, dense_grid, packed_grid
-from astrai_triton.ops.prefill_call import Options, Places, choose_config, launch_prefill
-
-_MAX_GRID_SIDE = 65535
+from astrai_triton.ops.launch import MAX_GRID_SIDE
+from astrai_triton.ops.launch_prefill import WINDOW_MAX
+from astrai_triton.ops.options import Options
+from astrai_triton.ops.prefill_call import Places, describe_call, find_windows, launch_prefill
+from astrai_triton.ops.prefill_plan import plan_dense, plan_packed
 
 
 def attn_prefill(
@@ -94,10 +95,11 @@ def attn_prefill(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    config = choose_config(q, v, options, arch)
-    grid = dense_grid(config, batch, q_len, kv_len, q_heads, k.shape[2], options.windows[0])
+    shape, flags = describe_call(q, k, v, options, out, is_packed=False)
+    window_left, _ = find_windows(options)
+    plan = plan_dense(arch, shape, flags, batch=batch, q_len=q_len, kv_len=kv_len, window_left=window_left)
     places = Places(q_len=q_len, kv_len=kv_len)
-    lse = launch_prefill(q, k, v, places, options, out, (o_part, ml_part), config, grid)
+    lse = launch_prefill(q, k, v, places, options, out, (o_part, ml_part), plan)
     return out if lse is None else (out, lse)
 
 
@@ -194,9 +196,18 @@ def attn_paged_prefill(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    config = choose_config(q, v_buffer, options, arch)
-    num_q_tiles = q_tile_to_batch.shape[0]
-    grid = packed_grid(config, batch, tokens, num_q_tiles, max_kv_len, q_heads, k_buffer.shape[1])
+    # Packed rows are a dense batch of one; so are the slots of a pool.
+    rows = (q[None], k_buffer[None], v_buffer[None])
+    shape, flags = describe_call(*rows, options, out[None], is_packed=True)
+    plan = plan_packed(
+        arch,
+        shape,
+        flags,
+        batch=batch,
+        num_tokens=tokens,
+        num_q_tiles=q_tile_to_batch.shape[0],
+        max_kv_len=max_kv_len,
+    )
     places = Places(
         req_to_token=req_to_token,
         req_pool_indices=req_pool_indices,
@@ -205,9 +216,7 @@ def attn_paged_prefill(
         q_tile_to_batch=q_tile_to_batch,
         q_tile_to_index=q_tile_to_index,
     )
-    # Packed rows are a dense batch of one; so are the slots of a pool.
-    rows = (q[None], k_buffer[None], v_buffer[None])
-    lse = launch_prefill(*rows, places, options, out[None], (o_part, ml_part), config, grid)
+    lse = launch_prefill(*rows, places, options, out[None], (o_part, ml_part), plan)
     return out if lse is None else (out, lse[0])
 
 
@@ -215,8 +224,8 @@ def _check_lengths(q_len: int, kv_len: int, q_heads: int) -> None:
     for name, length in (("q", q_len), ("k", kv_len)):
         if length >= WINDOW_MAX:
             raise ValueError(f"{name}: wanted fewer than {WINDOW_MAX} positions, got {length}; split them")
-    if q_heads > _MAX_GRID_SIDE:
-        raise ValueError(f"q: wanted at most {_MAX_GRID_SIDE} heads, got {q_heads}; split them")
+    if q_heads > MAX_GRID_SIDE:
+        raise ValueError(f"q: wanted at most {MAX_GRID_SIDE} heads, got {q_heads}; split them")
 
 
 def _check_maps(

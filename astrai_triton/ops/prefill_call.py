@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import attrs
@@ -11,19 +10,18 @@ import torch
 from astrai_triton.kernels.prefill import attend_prefill_kernel
 from astrai_triton.kernels.split import merge_prefill_kernel
 from astrai_triton.ops.check import check_device, check_float, check_shape
-from astrai_triton.ops.launch import Arch, KernelConfig, on_device, row_alignment
+from astrai_triton.ops.launch import launch_options, on_device, row_alignment
 from astrai_triton.ops.launch_prefill import (
     WINDOW_MAX,
-    Grid,
+    PrefillFlags,
+    PrefillShape,
     merge_config,
     merge_constexprs,
-    prefill_config,
+    merge_grid,
     prefill_constexprs,
 )
-from astrai_triton.schedule import Q_TILE
-
-_LOG2_E = 1 / math.log(2)
-_INT32_MAX = 2**31 - 1
+from astrai_triton.ops.options import INT32_MAX, Options
+from astrai_triton.ops.prefill_plan import PrefillPlan
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -45,50 +43,40 @@ class Places:
         return self.req_to_token is not None
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class Options:
-    """Everything else a call may say."""
-
-    mask: torch.Tensor | None
-    mask_indptr: torch.Tensor | None = None
-    is_causal: bool
-    softmax_scale: float | None
-    window_size: tuple[int, int]
-    softcap: float
-    sinks: torch.Tensor | None
-    k_scale: float | None
-    v_scale: float | None
-    return_lse: bool
-
-    @property
-    def windows(self) -> tuple[int, int]:
-        """Keys to the left and to the right of a row's own that it sees; causal is none to the right."""
-        left, right = (WINDOW_MAX if side < 0 else min(side, WINDOW_MAX) for side in self.window_size)
-        return left, 0 if self.is_causal else right
-
-    @property
-    def mask_dim(self) -> int:
-        """Dimensions of the mask, 0 without one; a packed mask is one of rows and keys."""
-        if self.mask is None:
-            return 0
-        return 3 if self.mask_indptr is not None else self.mask.dim()
-
-    @property
-    def value_scale(self) -> float:
-        """What V is to be multiplied by."""
-        return 1.0 if self.v_scale is None else float(self.v_scale)
+def find_windows(options: Options) -> tuple[int, int]:
+    """Keys to the left and to the right of a row's own that it sees; causal is none to the right."""
+    left, right = (WINDOW_MAX if side < 0 else min(side, WINDOW_MAX) for side in options.window_size)
+    return left, 0 if options.is_causal else right
 
 
-def choose_config(q: torch.Tensor, v: torch.Tensor, options: Options, arch: Arch) -> KernelConfig:
-    """The tile for a call."""
-    return prefill_config(
-        arch,
-        q.shape[-1],
-        v.shape[-1],
-        q.element_size(),
-        mask_dim=options.mask_dim,
-        has_left=options.windows[0] < WINDOW_MAX,
+def describe_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, *, is_packed: bool
+) -> tuple[PrefillShape, PrefillFlags]:
+    """What the variants of a call depend on, but for what the grid decides; the last two dimensions count."""
+    shape = PrefillShape(
+        q_dtype=q.dtype,
+        kv_dtype=k.dtype,
+        q_heads=q.shape[-2],
+        kv_heads=k.shape[-2],
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        align=row_alignment(q, k, v, out),
     )
+    left, right = find_windows(options)
+    mask_dim = 0
+    if options.mask is not None:
+        # A packed mask is one of rows and keys.
+        mask_dim = 3 if is_packed else options.mask.dim()
+    flags = PrefillFlags(
+        is_packed=is_packed,
+        mask_dim=mask_dim,
+        has_left=left < WINDOW_MAX,
+        has_right=right < WINDOW_MAX,
+        has_softcap=options.softcap > 0,
+        sinks=options.sinks_dtype,
+        has_lse=options.return_lse,
+    )
+    return shape, flags
 
 
 def _take_parts(
@@ -121,48 +109,25 @@ def launch_prefill(
     options: Options,
     out: torch.Tensor,
     scratch: tuple[torch.Tensor | None, torch.Tensor | None],
-    config: KernelConfig,
-    grid: Grid,
+    plan: PrefillPlan,
 ) -> torch.Tensor | None:
     """Run the tiles and, if a request may be split, the merge; q ``[B, Lq, Hq, D]``, B = 1 when packed."""
-    lse = None
+    grid, lse = plan.grid, None
     if options.return_lse:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    parts = _take_parts(*scratch, grid.part_rows, out) if grid.part_rows else None
+    parts = _take_parts(*scratch, grid.part_rows, out) if grid.is_split else None
     if out.numel() == 0 or 0 in grid.shape:
         return lse
-    left, right = options.windows
-    align = row_alignment(q, k, v, out)
-    constexprs = prefill_constexprs(
-        config,
-        q_dtype=q.dtype,
-        head_dim=q.shape[-1],
-        value_dim=v.shape[-1],
-        heads=grid.heads,
-        align=align,
-        min_chunk=grid.min_chunk,
-        mask_dim=options.mask_dim,
-        IS_PACKED=places.is_packed,
-        IS_PAGED=places.is_packed,
-        IS_SPLIT=parts is not None,
-        HAS_LEFT=left < WINDOW_MAX,
-        HAS_RIGHT=right < WINDOW_MAX,
-        HAS_SOFTCAP=options.softcap > 0,
-        HAS_SINKS=options.sinks is not None,
-        HAS_LSE=lse is not None,
-    )
     with on_device(q):
         attend_prefill_kernel[grid.shape](
             **_tile_arguments(q, k, v, places, options, out, lse, parts),
             num_q_tiles=grid.num_q_tiles,
             max_places=grid.max_places,
-            **constexprs,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=True,
+            **prefill_constexprs(plan.shape, plan.config, plan.flags),
+            **launch_options(plan.config),
         )
         if parts is not None:
-            _merge(places, options, out, lse, parts, grid, align)
+            _merge(places, options, out, lse, parts, plan)
     return lse
 
 
@@ -177,10 +142,8 @@ def _tile_arguments(
     parts: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> dict[str, Any]:
     """Run-time arguments of ``attend_prefill_kernel``; what a variant does not use is None or 0."""
-    table, mask, (left, right) = places.req_to_token, options.mask, options.windows
-    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    k_scale = 1.0 if options.k_scale is None else options.k_scale
-    to_scores = 1 / options.softcap if options.softcap else _LOG2_E
+    table, mask, (left, right) = places.req_to_token, options.mask, find_windows(options)
+    scale = options.find_scale(q.shape[-1])
     mask_strides = (0, 0) if mask is None or places.is_packed else (*mask.stride()[:-1], 0)[:2]
     return {
         "q_ptr": q,
@@ -218,15 +181,15 @@ def _tile_arguments(
         "group": q.shape[2] // k.shape[2],
         "dense_q_len": places.q_len,
         "dense_kv_len": places.kv_len,
-        "num_slots": min(k.shape[1], _INT32_MAX),
-        "num_reqs": 0 if table is None else table.shape[0],
+        "num_slots": min(k.shape[1], INT32_MAX),
+        "num_reqs": 0 if table is None else min(table.shape[0], INT32_MAX),
         "context": 0 if table is None else table.shape[1],
         "window_left": left,
         "window_right": right,
         # The kernel takes the maximum before it scales, so the sign goes with q.
-        "score_scale": (abs(scale) or 1.0) * k_scale * to_scores,
+        "score_scale": options.scale_products(abs(scale) or 1.0),
         "score_sign": float((scale > 0) - (scale < 0)),
-        "cap": options.softcap * _LOG2_E,
+        "cap": options.cap,
         "value_scale": options.value_scale,
     }
 
@@ -237,23 +200,12 @@ def _merge(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     parts: tuple[torch.Tensor, torch.Tensor],
-    grid: Grid,
-    align: int,
+    plan: PrefillPlan,
 ) -> None:
     """Join the parts of every request that was split into out and lse."""
-    q_heads, value_dim = out.shape[-2:]
-    config = merge_config()
-    constexprs = merge_constexprs(
-        config,
-        value_dim,
-        align,
-        grid.min_chunk,
-        IS_PACKED=places.is_packed,
-        HAS_SINKS=options.sinks is not None,
-        HAS_LSE=lse is not None,
-    )
+    grid, config = plan.grid, merge_config()
     batch = out.shape[0] if places.req_pool_indices is None else places.req_pool_indices.shape[0]
-    merge_prefill_kernel[(batch * grid.max_tiles * (Q_TILE // config.block_m), q_heads)](
+    merge_prefill_kernel[merge_grid(config, grid, batch, plan.shape.q_heads)](
         *parts,
         places.qo_indptr,
         places.kv_indptr,
@@ -267,10 +219,8 @@ def _merge(
         places.kv_len,
         grid.max_places,
         grid.max_tiles,
-        options.windows[0],
+        find_windows(options)[0],
         options.value_scale,
-        **constexprs,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=True,
+        **merge_constexprs(plan.shape, config, plan.flags),
+        **launch_options(config),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import attrs
@@ -11,21 +10,20 @@ import torch
 from astrai_triton.kernels.decode import attend_decode_kernel
 from astrai_triton.kernels.merge import merge_splits_kernel
 from astrai_triton.ops.check import check_device, check_float, check_shape
-from astrai_triton.ops.launch import Arch, on_device, row_alignment
+from astrai_triton.ops.launch import MAX_GRID_SIDE, Arch, launch_options, on_device, row_alignment
 from astrai_triton.ops.launch_decode import (
-    FP_FUSION,
     WINDOW_MAX,
+    DecodeFlags,
     DecodeShape,
     cover_splits,
     decode_config,
     decode_constexprs,
+    decode_grid,
     merge_config,
     merge_constexprs,
+    merge_grid,
 )
-
-_LOG2_E = 1 / math.log(2)
-_INT32_MAX = 2**31 - 1
-_MAX_GRID_SIDE = 65535
+from astrai_triton.ops.options import INT32_MAX, Options
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -41,20 +39,6 @@ class Keys:
     kv_indptr: torch.Tensor | None = None
     new_k: torch.Tensor | None = None
     new_v: torch.Tensor | None = None
-
-
-@attrs.frozen(eq=False, kw_only=True)
-class Options:
-    """Everything else a call may say."""
-
-    mask: torch.Tensor | None
-    softmax_scale: float | None
-    window_size: tuple[int, int]
-    softcap: float
-    sinks: torch.Tensor | None
-    k_scale: float | None
-    v_scale: float | None
-    return_lse: bool
 
 
 def run_splits(
@@ -80,8 +64,8 @@ def run_splits(
     )
     window_left = WINDOW_MAX if options.window_size[0] < 0 else min(options.window_size[0], WINDOW_MAX)
     splits = cover_splits(keys.max_kv_len, shape.chunk, window_left)
-    if splits > _MAX_GRID_SIDE:
-        limit = _MAX_GRID_SIDE * shape.chunk
+    if splits > MAX_GRID_SIDE:
+        limit = MAX_GRID_SIDE * shape.chunk
         raise ValueError(f"max_kv_len: wanted at most {limit}, got {keys.max_kv_len}; attend to fewer keys")
     parts = None
     if splits > 1:
@@ -92,27 +76,23 @@ def run_splits(
     if batch == 0:
         return lse
     config = decode_config(arch, head_dim, value_dim, shape.group, q.element_size(), keys.k.element_size())
-    constexprs = decode_constexprs(
-        shape,
-        config,
-        IS_PAGED=keys.req_to_token is not None,
-        IS_SPLIT=parts is not None,
-        HAS_NEW=keys.new_k is not None,
-        HAS_MASK=options.mask is not None,
-        HAS_SOFTCAP=options.softcap > 0,
-        HAS_SINKS=options.sinks is not None and parts is None,
-        HAS_LSE=lse is not None and parts is None,
+    flags = DecodeFlags(
+        is_paged=keys.req_to_token is not None,
+        is_split=parts is not None,
+        has_new=keys.new_k is not None,
+        has_mask=options.mask is not None,
+        has_softcap=options.softcap > 0,
+        sinks=options.sinks_dtype,
+        has_lse=options.return_lse,
     )
     with on_device(q):
-        attend_decode_kernel[(batch, kv_heads * constexprs["GROUP_TILES"], splits)](
+        attend_decode_kernel[decode_grid(shape, config, batch, splits)](
             **_split_arguments(q, keys, options, out, lse, parts, window_left),
-            **constexprs,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=FP_FUSION,
+            **decode_constexprs(shape, config, flags),
+            **launch_options(config),
         )
         if parts is not None:
-            _merge(shape, keys, options, out, lse, parts, splits, window_left)
+            _merge(shape, flags, keys, options, out, lse, parts, splits, window_left)
     return lse
 
 
@@ -158,9 +138,6 @@ def _split_arguments(
 ) -> dict[str, Any]:
     """Run-time arguments of ``attend_decode_kernel``; what a variant does not use is None or 0."""
     k, v, new_k, new_v, table = keys.k, keys.v, keys.new_k, keys.new_v, keys.req_to_token
-    k_scale = 1.0 if options.k_scale is None else options.k_scale
-    v_scale = 1.0 if options.v_scale is None else options.v_scale
-    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
     mask_strides = (0, 0) if options.mask is None else (0, *options.mask.stride())[-2:]
     return {
         "q_ptr": q,
@@ -196,21 +173,22 @@ def _split_arguments(
         "out_stride_b": out.stride(0),
         "out_stride_h": out.stride(1),
         "dense_len": keys.dense_len,
-        "num_slots": min(k.shape[0], _INT32_MAX),
-        "num_reqs": 0 if table is None else table.shape[0],
-        "context": 0 if table is None else table.shape[1],
+        "num_slots": min(k.shape[0], INT32_MAX),
+        "num_reqs": 0 if table is None else min(table.shape[0], INT32_MAX),
+        "context": 0 if table is None else min(table.shape[1], INT32_MAX),
         "num_parts": parts[0].shape[2] if parts else 1,
         "window_left": window_left,
-        "score_scale": scale * k_scale * (1 / options.softcap if options.softcap else _LOG2_E),
-        "cap": options.softcap * _LOG2_E,
-        "inverse_k_scale": 1 / k_scale,
-        "inverse_v_scale": 1 / v_scale,
-        "value_scale": float(v_scale),
+        "score_scale": options.scale_products(options.find_scale(q.shape[-1])),
+        "cap": options.cap,
+        "inverse_k_scale": 1 / options.key_scale,
+        "inverse_v_scale": 1 / options.value_scale,
+        "value_scale": options.value_scale,
     }
 
 
 def _merge(
     shape: DecodeShape,
+    flags: DecodeFlags,
     keys: Keys,
     options: Options,
     out: torch.Tensor,
@@ -220,9 +198,8 @@ def _merge(
     window_left: int,
 ) -> None:
     """Join the parts of every request and head into out and lse."""
-    batch, q_heads, value_dim = out.shape
-    config = merge_config(value_dim)
-    merge_splits_kernel[(batch, q_heads, -(-value_dim // config.block_n))](
+    config = merge_config(shape.value_dim)
+    merge_splits_kernel[merge_grid(shape, config, out.shape[0])](
         *parts,
         keys.kv_indptr,
         options.sinks,
@@ -234,15 +211,7 @@ def _merge(
         parts[0].shape[2],
         splits,
         window_left,
-        1.0 if options.v_scale is None else float(options.v_scale),
-        **merge_constexprs(
-            shape,
-            config,
-            IS_PAGED=keys.kv_indptr is not None,
-            HAS_SINKS=options.sinks is not None,
-            HAS_LSE=lse is not None,
-        ),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=FP_FUSION,
+        options.value_scale,
+        **merge_constexprs(shape, config, flags),
+        **launch_options(config),
     )

@@ -78,7 +78,7 @@ def describe_explanation(explanation: Explanation) -> list[str]:
 
 def _describe_launch(launch: PlannedLaunch) -> list[str]:
     report = launch.report
-    listed = "" if launch.is_listed else ", cut to this shape, which is not in the list"
+    listed = "" if launch.is_listed else ", which is not in the list"
     lines = [_row("variant", f"{report.variant}{listed}")]
     if not report.registers:
         return [*lines, *(_row("refused", fault.text) for fault in report.faults)]
