@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from astrai_triton.backend.base import AttentionCall, Forward
+from astrai_triton.backend.base import AttentionCall, Forward, derive_forward
 from astrai_triton.backend.selection import select
 from astrai_triton.kvcache import KVCache
 
@@ -32,6 +32,7 @@ def attention(
     window_size: tuple[int, int] = _UNBOUNDED,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    is_stored: bool = False,
 ) -> torch.Tensor:
     """Softmax attention, dense and differentiable or over the KV cache.
 
@@ -55,6 +56,8 @@ def attention(
         window_size: (left, right): position p sees keys p - left to p + right inclusive; -1 is unbounded.
         softcap: 0 is off; otherwise scores become softcap * tanh(scores / softcap).
         sinks: ``[Hq]`` floating; one logit per q head that joins the softmax denominator without a value.
+        is_stored: the cache holds K and V of the rows already, as after ``rotary_append_``; k and v only
+            give their shape.
 
     Returns:
         ``[B, Lq, Hq, Dv]`` or ``[T, Hq, Dv]``, dtype of q. In decode it may be ``kv_cache.decode_out``, which
@@ -69,13 +72,16 @@ def attention(
     _check_tensors(q, k, v)
     if kv_cache is None:
         fwd = _check_dense(q, k, v, attn_mask, fwd)
+        if is_stored:
+            raise ValueError("is_stored: wanted False without kv_cache, got True; pass kv_cache")
     else:
         fwd = _check_packed(q, k, v, kv_cache, layer_id, attn_mask, fwd)
     if window_size != _UNBOUNDED or softcap != 0.0 or softmax_scale is not None or sinks is not None:
         _check_options(q, softmax_scale, window_size, softcap, sinks)
     call = AttentionCall(
-        q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, softmax_scale, window_size, softcap, sinks
-    )
+        q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, softmax_scale, window_size, softcap, sinks,
+        is_stored,
+    )  # fmt: skip
     return select(call).forward(call)
 
 
@@ -175,10 +181,9 @@ def _check_packed(
 
 
 def _packed_forward(cache: KVCache, fwd: Forward | None) -> Forward:
-    single = cache.q_lens.count(1) == len(cache.q_lens)
     if fwd is None:
-        return "decode" if single else "prefill"
-    if fwd == "decode" and not single:
+        return derive_forward(cache)
+    if fwd == "decode" and derive_forward(cache) != "decode":
         raise ValueError(f"fwd: 'decode' wants one row per request, got q_lens {cache.q_lens}; use 'prefill'")
     if fwd not in ("decode", "prefill"):
         raise ValueError(f"fwd: wanted None, 'decode' or 'prefill' with kv_cache, got {fwd!r}")

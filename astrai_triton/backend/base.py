@@ -24,13 +24,19 @@ class ATTN_BACKEND(enum.Enum):  # noqa: N801, the name is part of the interface
     TORCH_NATIVE = "torch_native"
 
 
+def derive_forward(cache: KVCache) -> Forward:
+    """``decode`` where every request has one row, else ``prefill``."""
+    return "decode" if cache.q_lens.count(1) == len(cache.q_lens) else "prefill"
+
+
 @attrs.frozen(eq=False)
 class AttentionCall:
     """One call of ``attention()``, its arguments already checked.
 
     ``dense``: q ``[B, Lq, Hq, D]``, k ``[B, L, Hkv, D]``, v ``[B, L, Hkv, Dv]``, no ``kv_cache``.
     ``prefill`` and ``decode``: q ``[T, Hq, D]``, k ``[T, Hkv, D]``, v ``[T, Hkv, Dv]`` packed as ``kv_cache``
-    says; k and v are new and not yet in the cache. In ``decode`` every request has one row.
+    says; k and v are new and, unless ``is_stored``, not yet in the cache. In ``decode`` every request has one
+    row.
     """
 
     q: torch.Tensor
@@ -51,6 +57,8 @@ class AttentionCall:
     """0 is off; otherwise scores become softcap * tanh(scores / softcap)."""
     sinks: torch.Tensor | None
     """``[Hq]``; one extra logit per q head in the softmax denominator, without a value."""
+    is_stored: bool = False
+    """The cache holds K and V of the new rows already: k and v are neither read nor written."""
 
     @property
     def cache(self) -> KVCache:
@@ -58,11 +66,17 @@ class AttentionCall:
         assert self.kv_cache is not None
         return self.kv_cache
 
+    @property
+    def layer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[size, Hkv, D]`` of this layer of the cache."""
+        return self.cache.k_buffer[self.layer_id], self.cache.v_buffer[self.layer_id]
+
     def store(self, writes: Writes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put the new k and v into the cache and return its layer, K and V ``[size, Hkv, D]``."""
-        k_layer, v_layer = self.cache.k_buffer[self.layer_id], self.cache.v_buffer[self.layer_id]
-        writes.store(k_layer, self.k)
-        writes.store(v_layer, self.v)
+        """Write k and v at ``out_cache_loc``, unless ``is_stored``; returns ``layer``."""
+        k_layer, v_layer = self.layer
+        if not self.is_stored:
+            writes.store(k_layer, self.k)
+            writes.store(v_layer, self.v)
         return k_layer, v_layer
 
 
@@ -85,11 +99,11 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def fwd_decode(self, call: AttentionCall) -> torch.Tensor:
-        """Write k, v at ``out_cache_loc`` and attend with one row per request: ``[B, Hq, Dv]``."""
+        """Store k, v unless ``is_stored``, and attend with one row per request: ``[B, Hq, Dv]``."""
 
     @abc.abstractmethod
     def fwd_prefill(self, call: AttentionCall) -> torch.Tensor:
-        """Write k, v at ``out_cache_loc`` and attend with ragged rows: ``[T, Hq, Dv]``."""
+        """Store k, v unless ``is_stored``, and attend with ragged rows: ``[T, Hq, Dv]``."""
 
     @abc.abstractmethod
     def fwd_dense(self, call: AttentionCall) -> torch.Tensor:

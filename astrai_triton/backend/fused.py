@@ -100,13 +100,12 @@ class TritonBackend(AttentionBackend):
         return _returned(
             self._ops.attn_paged_decode(
                 call.q,
-                cache.k_buffer[call.layer_id],
-                cache.v_buffer[call.layer_id],
+                *call.layer,
                 cache.req_to_token,
                 cache.req_pool_indices,
                 cache.kv_indptr,
-                new_k=call.k,
-                new_v=call.v,
+                new_k=None if call.is_stored else call.k,
+                new_v=None if call.is_stored else call.v,
                 mask=call.attn_mask,
                 out=cache.decode_out,
                 o_part=cache.decode_o_part,
@@ -119,7 +118,8 @@ class TritonBackend(AttentionBackend):
     def fwd_prefill(self, call: AttentionCall) -> torch.Tensor:
         """As ``AttentionBackend.fwd_prefill``."""
         cache = call.cache
-        k_layer, v_layer = call.store(self._writes.plan(cache))
+        # What is stored needs no slots to be planned for torch.
+        k_layer, v_layer = call.layer if call.is_stored else call.store(self._writes.plan(cache))
         return _returned(
             self._ops.attn_paged_prefill(
                 call.q,

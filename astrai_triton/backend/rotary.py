@@ -10,9 +10,10 @@ from typing import Literal
 
 import torch
 
-from astrai_triton.backend.base import ATTN_BACKEND
+from astrai_triton.backend.base import ATTN_BACKEND, derive_forward
 from astrai_triton.backend.fused import is_interpreted
 from astrai_triton.backend.selection import current_backend
+from astrai_triton.kvcache import KVCache
 
 Pairing = Literal["adjacent", "half"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -65,6 +66,56 @@ def apply_rotary_emb(
     if rotary_dim == x.shape[-1]:
         return rotate(x, freqs_cis)
     return torch.cat((rotate(x[..., :rotary_dim], freqs_cis), x[..., rotary_dim:]), dim=-1)
+
+
+def append_rotated_(
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    freqs_cis: torch.Tensor,
+    kv_cache: KVCache | None,
+    layer_id: int,
+    q_heads: int,
+    *,
+    pairing: Pairing = "adjacent",
+) -> bool:
+    """Rotate q in place and write rotated k, and v, into the KV cache, if one kernel does all that here.
+
+    It does in a prefill, where the backend "triton" is chosen or comes first and its rotary kernel takes the
+    call. The bits are those of ``apply_rotary_emb`` and the write of ``attention``. In decode the attention
+    kernel itself appends.
+
+    Args:
+        qk: ``[T, Hq + Hkv, D]``, q before k; the heads of q are rotated in place, those of k stay.
+        v: ``[T, Hkv, Dv]``, dtype of qk.
+        freqs_cis: ``[T, R/2, 2]`` float32, as for ``apply_rotary_emb``.
+        kv_cache: as for ``attention``; written in place.
+        layer_id: as for ``attention``.
+        q_heads: Hq.
+        pairing: as for ``apply_rotary_emb``.
+
+    Returns:
+        Whether it was done: call ``attention`` with ``is_stored``. If not, nothing was touched: rotate with
+        ``apply_rotary_emb``, and ``attention`` writes.
+
+    Raises:
+        TypeError, ValueError: qk, v and the cache do not fit together.
+        UnknownBackendError: ``ASTR_BACKEND`` names no backend.
+    """
+    if kv_cache is None or derive_forward(kv_cache) == "decode":
+        return False
+    if not _is_fused(qk, freqs_cis) or current_backend() not in (None, ATTN_BACKEND.TRITON):
+        return False
+    _load_ops().rotary_append_(
+        qk[:, :q_heads],
+        qk[:, q_heads:],
+        v,
+        freqs_cis,
+        kv_cache.k_buffer[layer_id],
+        kv_cache.v_buffer[layer_id],
+        kv_cache.out_cache_loc,
+        pairing=pairing,
+    )
+    return True
 
 
 def _check(x: torch.Tensor, freqs_cis: torch.Tensor) -> None:

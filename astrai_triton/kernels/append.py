@@ -22,8 +22,8 @@ def append_rotated_kernel(
     k_ptr,  # [tokens, kv_heads, HEAD_DIM]
     v_ptr,  # [tokens, kv_heads, VALUE_DIM]
     freqs_ptr,  # [tokens, ROTARY_DIM / 2, 2] f32, (cos, sin)
-    k_buffer_ptr,  # [num_slots, kv_heads, HEAD_DIM]
-    v_buffer_ptr,  # [num_slots, kv_heads, VALUE_DIM]
+    k_buffer_ptr,  # [num_slots, kv_heads, HEAD_DIM], dtype of k or fp8
+    v_buffer_ptr,  # [num_slots, kv_heads, VALUE_DIM], dtype of k_buffer
     out_cache_loc_ptr,  # [tokens] i32
     q_stride_t: tl.int64,
     q_stride_h: tl.int64,
@@ -40,6 +40,8 @@ def append_rotated_kernel(
     num_slots: tl.int64,
     q_heads,
     kv_heads,
+    inverse_k_scale: tl.float32,  # of an fp8 k_buffer
+    inverse_v_scale: tl.float32,  # of an fp8 v_buffer
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -64,7 +66,7 @@ def append_rotated_kernel(
         offs_h = pid_h * BLOCK_H + tl.arange(0, BLOCK_H)
         q_token = q_ptr + pid_t * q_stride_t
         rotate_heads(
-            q_token, q_token, q_stride_h, q_stride_h, offs_h, q_heads, cos, sin,
+            q_token, q_token, q_stride_h, q_stride_h, offs_h, q_heads, cos, sin, 1.0,
             ROTARY_DIM, IS_ADJACENT, BLOCK_P, ALIGN,
         )  # fmt: skip
     else:
@@ -76,18 +78,18 @@ def append_rotated_kernel(
             k_token = k_ptr + pid_t * k_stride_t
             k_slot = k_buffer_ptr + slot * k_buffer_stride_n
             rotate_heads(
-                k_token, k_slot, k_stride_h, k_buffer_stride_h, offs_h, heads, cos, sin,
+                k_token, k_slot, k_stride_h, k_buffer_stride_h, offs_h, heads, cos, sin, inverse_k_scale,
                 ROTARY_DIM, IS_ADJACENT, BLOCK_P, ALIGN,
             )  # fmt: skip
             if HAS_REST:
                 copy_heads(
-                    k_token, k_slot, k_stride_h, k_buffer_stride_h, offs_h, heads,
+                    k_token, k_slot, k_stride_h, k_buffer_stride_h, offs_h, heads, inverse_k_scale,
                     ROTARY_DIM, HEAD_DIM, BLOCK_C, ALIGN,
                 )  # fmt: skip
         else:
             v_token = v_ptr + pid_t * v_stride_t
             v_slot = v_buffer_ptr + slot * v_buffer_stride_n
             copy_heads(
-                v_token, v_slot, v_stride_h, v_buffer_stride_h, offs_h, heads,
+                v_token, v_slot, v_stride_h, v_buffer_stride_h, offs_h, heads, inverse_v_scale,
                 0, VALUE_DIM, BLOCK_V, ALIGN,
             )  # fmt: skip

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from astrai_triton.backend import apply_rotary_emb, attention
+from astrai_triton.backend.rotary import append_rotated_
 from astrai_triton.kvcache import KVCache
 from astrai_triton.model.config import Activation, ModelConfig
 
@@ -143,8 +144,13 @@ class Attention(nn.Module):
         if self.qk_gain is not None:
             normed = F.rms_norm(qk.float(), (self.head_dim,), None, self.norm_eps)
             qk = normed.mul_(self.qk_gain).to(x.dtype)
-        qk = apply_rotary_emb(qk, step.freqs_cis[self.rope_idx], pairing=self.pairing)
         v = heads[:, self.n_qk_heads :]
+        freqs_cis = step.freqs_cis[self.rope_idx]
+        is_stored = append_rotated_(
+            qk, v, freqs_cis, step.kv_cache, self.layer_idx, self.n_q_heads, pairing=self.pairing
+        )
+        if not is_stored:
+            qk = apply_rotary_emb(qk, freqs_cis, pairing=self.pairing)
         if step.kv_cache is None:
             qk, v = qk.view(*step.shape, *qk.shape[1:]), v.view(*step.shape, *v.shape[1:])
         out = attention(
@@ -158,6 +164,7 @@ class Attention(nn.Module):
             window_size=self.window_size,
             softcap=self.softcap,
             sinks=self.sinks,
+            is_stored=is_stored,
         )
         return project(out.reshape(rows, self.n_q_heads * self.head_dim), self.o_weight, self.o_bias)
 

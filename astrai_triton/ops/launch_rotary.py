@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from astrai_triton.kernels.append import append_rotated_kernel
 from astrai_triton.kernels.rotary import rotate_qk_kernel
-from astrai_triton.ops.launch import TRITON_TYPES, Arch, KernelConfig, Variant, pad_block
+from astrai_triton.ops.launch import FP8_DTYPES, TRITON_TYPES, Arch, KernelConfig, Variant, pad_block
+from astrai_triton.ops.variant import describe_variant
 
 MAX_HEAD_DIM = 1024
 """Widest head: one row of a tile must fit into the registers of a program."""
@@ -85,57 +86,63 @@ def list_variants(arch: Arch) -> tuple[Variant, ...]:
     uses at most two variants of a kernel (rows aligned or not) per dtype and pairing.
 
     Args:
-        arch: every architecture has the same ones; there is nothing but loads and stores in them.
+        arch: what it cannot convert is not listed. Otherwise every architecture has the same ones; there is
+            nothing but loads and stores in them.
     """
-    return tuple(
-        variant
-        for dtype, shape in _MODELS
-        for is_adjacent in (True, False)
-        for variant in _list_shape(shape, dtype, is_adjacent)
-    )
+    pools = [dtype for dtype in FP8_DTYPES if arch.has_fp8 or dtype == torch.float8_e5m2]
+    variants: list[Variant] = []
+    for dtype, shape in _MODELS:
+        for is_adjacent in (True, False):
+            variants += _list_rotations(shape, dtype, is_adjacent)
+            variants.append(_append_variant(shape, dtype, dtype, is_adjacent))
+    # What the pool holds makes no difference to the rest, so one model stands for all.
+    dtype, shape = _MODELS[0]
+    return (*variants, *(_append_variant(shape, dtype, pool, is_adjacent=False) for pool in pools))
 
 
-def _list_shape(shape: tuple[int, int, int, int], dtype: torch.dtype, is_adjacent: bool) -> Iterator[Variant]:
+def _list_rotations(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, is_adjacent: bool
+) -> Iterator[Variant]:
     q_heads, kv_heads, head_dim, rotary_dim = shape
-    partial = rotary_dim < head_dim
-    name = f"d{head_dim}_r{rotary_dim}_{TRITON_TYPES[dtype]}_{'adjacent' if is_adjacent else 'half'}"
-    pointer = f"*{TRITON_TYPES[dtype]}"
     # The engine rotates q and k as the one tensor that the projection leaves.
     for kind, heads, has_rest in (
-        ("emb", (q_heads + kv_heads,), partial),
+        ("emb", (q_heads + kv_heads,), rotary_dim < head_dim),
         ("qk", (q_heads, kv_heads), False),
     ):
         config = choose_rotary(heads, rotary_dim, head_dim if has_rest else rotary_dim)
-        constexprs = rotary_constexprs(config, head_dim, rotary_dim, is_adjacent, has_rest, 16)
-        yield _build(f"rotary_{kind}_h{sum(heads)}_{name}", rotate_qk_kernel, pointer, constexprs, config)
-    all_heads = (q_heads, kv_heads, kv_heads)
-    config = choose_rotary(all_heads, rotary_dim, head_dim)
-    constexprs = rotary_constexprs(config, head_dim, rotary_dim, is_adjacent, partial, 16)
-    constexprs |= {"VALUE_DIM": head_dim, "BLOCK_V": pad_block(head_dim, 1)}
-    yield _build(
-        f"rotary_append_h{sum(all_heads)}_{name}", append_rotated_kernel, pointer, constexprs, config
-    )
+        yield describe_variant(
+            f"rotary_{kind}_h{sum(heads)}_{_name_rows(shape, dtype, is_adjacent)}",
+            rotate_qk_kernel,
+            rotary_constexprs(config, head_dim, rotary_dim, is_adjacent, has_rest, 16),
+            config,
+            pointers=dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), dtype),
+            tile=_describe_tile(config),
+        )
 
 
-def _build(
-    name: str, kernel: Any, pointer: str, constexprs: Mapping[str, Any], config: KernelConfig
+def _append_variant(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, pool_dtype: torch.dtype, is_adjacent: bool
 ) -> Variant:
-    signature = {param: _spell(param, pointer, constexprs) for param in kernel.arg_names}
-    return Variant(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs={param: constexprs[param] for param in kernel.arg_names if param in constexprs},
-        divisible=(),
-        config=config,
-        uses_dot=False,
-        tile={"heads": config.block_m, "elements": config.block_n},
+    q_heads, kv_heads, head_dim, rotary_dim = shape
+    heads = (q_heads, kv_heads, kv_heads)
+    config = choose_rotary(heads, rotary_dim, head_dim)
+    constexprs = rotary_constexprs(config, head_dim, rotary_dim, is_adjacent, rotary_dim < head_dim, 16)
+    pool = "" if pool_dtype == dtype else f"_{TRITON_TYPES[pool_dtype]}"
+    return describe_variant(
+        f"rotary_append_h{sum(heads)}_{_name_rows(shape, dtype, is_adjacent)}{pool}",
+        append_rotated_kernel,
+        constexprs | {"VALUE_DIM": head_dim, "BLOCK_V": pad_block(head_dim, 1)},
+        config,
+        pointers=dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), dtype)
+        | dict.fromkeys(("k_buffer_ptr", "v_buffer_ptr"), pool_dtype),
+        tile=_describe_tile(config),
     )
 
 
-def _spell(param: str, pointer: str, constexprs: Mapping[str, Any]) -> str:
-    if param in constexprs:
-        return "constexpr"
-    if param.endswith("_ptr"):
-        return {"freqs_ptr": "*fp32", "out_cache_loc_ptr": "*i32"}.get(param, pointer)
-    return "i64" if "stride" in param or param == "num_slots" else "i32"
+def _name_rows(shape: tuple[int, int, int, int], dtype: torch.dtype, is_adjacent: bool) -> str:
+    _, _, head_dim, rotary_dim = shape
+    return f"d{head_dim}_r{rotary_dim}_{TRITON_TYPES[dtype]}_{'adjacent' if is_adjacent else 'half'}"
+
+
+def _describe_tile(config: KernelConfig) -> dict[str, int]:
+    return {"heads": config.block_m, "elements": config.block_n}

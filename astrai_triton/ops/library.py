@@ -137,7 +137,7 @@ def _define_all() -> None:
     _define(
         "rotary_append_",
         "Tensor(q!) q, Tensor k, Tensor v, Tensor freqs_cis, Tensor(k!) k_buffer, Tensor(v!) v_buffer, "
-        'Tensor out_cache_loc, *, str pairing="adjacent"',
+        'Tensor out_cache_loc, *, str pairing="adjacent", float? k_scale=None, float? v_scale=None',
         "()",
         rotary.rotary_append_,
         _return_nothing,

@@ -10,7 +10,7 @@ import torch
 from astrai_triton.kernels.append import append_rotated_kernel
 from astrai_triton.kernels.rotary import rotate_qk_kernel
 from astrai_triton.ops.check import check_device, check_float, check_ints, check_rows, check_shape, take_out
-from astrai_triton.ops.launch import arch_of, on_device, pad_block, row_alignment
+from astrai_triton.ops.launch import FP8_DTYPES, Arch, arch_of, on_device, pad_block, row_alignment
 from astrai_triton.ops.launch_rotary import (
     FP_FUSION,
     MAX_HEAD_DIM,
@@ -97,26 +97,35 @@ def rotary_append_(
     out_cache_loc: torch.Tensor,
     *,
     pairing: Pairing = "adjacent",
+    k_scale: float | None = None,
+    v_scale: float | None = None,
 ) -> None:
     """Rotate q in place and write rotated k, and v, to their slots of the KV pool, in one launch.
+
+    The pool holds the bits it would after ``rotary_qk_`` and a copy. What goes to fp8 is divided by its scale
+    and, beyond the largest finite value, held at that; so does ``attn_paged_decode`` with ``new_k``.
 
     Args:
         q: ``[T, Hq, D]``, as x of ``rotary_emb``; rotated in place.
         k: ``[T, Hkv, D]``, dtype of q; not changed.
         v: ``[T, Hkv, Dv]``, dtype of q, Dv at most 1024.
         freqs_cis: ``[T, R/2, 2]`` float32, as for ``rotary_emb``.
-        k_buffer: ``[slots, Hkv, D]``, dtype of q; written in place.
-        v_buffer: ``[slots, Hkv, Dv]``, dtype of q; written in place.
+        k_buffer: ``[slots, Hkv, D]``, dtype of q, or fp8 (e4m3 from sm_89, e5m2) with a 16-bit q; written in
+            place.
+        v_buffer: ``[slots, Hkv, Dv]``, dtype of k_buffer; written in place.
         out_cache_loc: ``[T]`` int32, slot of each row, no slot twice; a row whose slot is negative or not in
             the pool is not written.
         pairing: as for ``rotary_emb``.
+        k_scale: what fp8 K is to be multiplied by when it is read, > 0; None is 1.
+        v_scale: what fp8 V is to be multiplied by when it is read, > 0; None is 1.
 
     Raises:
         RuntimeError: the device cannot run Triton kernels.
         TypeError: a dtype that is not supported.
-        ValueError: shapes, strides or devices that do not fit, an unknown pairing, a gradient is required.
+        ValueError: shapes, strides or devices that do not fit, an unknown pairing, a gradient is required, a
+            scale without fp8 or not above 0.
     """
-    arch_of(q.device)
+    arch = arch_of(q.device)
     check_shape("q", q, ("T", "Hq", "D"))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_heads(name, tensor)
@@ -131,8 +140,12 @@ def rotary_append_(
     check_ints("out_cache_loc", out_cache_loc, (tokens,), q.device)
     num_slots = k_buffer.shape[0] if k_buffer.dim() else 0
     take_out(q, q.shape, q.dtype, q.device, "q")
-    take_out(k_buffer, (num_slots, kv_heads, head_dim), q.dtype, q.device, "k_buffer")
-    take_out(v_buffer, (num_slots, kv_heads, value_dim), q.dtype, q.device, "v_buffer")
+    pool_dtype = _check_pool(q, k_buffer, arch)
+    take_out(k_buffer, (num_slots, kv_heads, head_dim), pool_dtype, q.device, "k_buffer")
+    take_out(v_buffer, (num_slots, kv_heads, value_dim), pool_dtype, q.device, "v_buffer")
+    inverse_scales = [
+        _invert_scale(name, scale, pool_dtype) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+    ]
 
     heads, rotary_dim = (q_heads, kv_heads, kv_heads), 2 * freqs_cis.shape[-2]
     config = choose_rotary(heads, rotary_dim, max(head_dim, value_dim))
@@ -145,7 +158,7 @@ def rotary_append_(
             q, k, v, freqs_cis, k_buffer, v_buffer, out_cache_loc,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], freqs_cis.stride(0),
             *k_buffer.stride()[:2], *v_buffer.stride()[:2], out_cache_loc.stride(0),
-            num_slots, q_heads, kv_heads,
+            num_slots, q_heads, kv_heads, *inverse_scales,
             **rotary_constexprs(
                 config, head_dim, rotary_dim, pairing == "adjacent", rotary_dim < head_dim, align
             ),
@@ -238,6 +251,36 @@ def _check_freqs(freqs_cis: torch.Tensor, x: torch.Tensor, name: str, pairing: s
             f"to them, got {list(shape[:-2])}; look the table up by the positions of {name}"
         )
     return freqs_cis.expand(*leading, *shape[-2:])
+
+
+def _check_pool(q: torch.Tensor, k_buffer: torch.Tensor, arch: Arch) -> torch.dtype:
+    """The dtype of the pool, once it is one that q can be written to."""
+    dtype = k_buffer.dtype
+    if dtype != q.dtype and (dtype not in FP8_DTYPES or q.dtype == torch.float32):
+        raise TypeError(
+            f"k_buffer: wanted the dtype of q, {_spell(q.dtype)}, or an fp8 one with a 16-bit q, "
+            f"got {_spell(dtype)}; make a pool of that dtype"
+        )
+    if dtype == torch.float8_e4m3fn and not arch.has_fp8:
+        raise ValueError(
+            f"k_buffer: wanted an architecture from sm_89 for float8_e4m3fn, got {arch.name}; use float8_e5m2"
+        )
+    return dtype
+
+
+def _invert_scale(name: str, scale: float | None, dtype: torch.dtype) -> float:
+    """What values are to be multiplied by on their way into a pool of ``dtype``."""
+    if scale is None:
+        return 1.0
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"{name}: wanted None unless the pool is fp8, got {scale} with {_spell(dtype)}")
+    if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name}: wanted a finite number > 0, got {scale!r}; read tensors beforehand")
+    return 1 / scale
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _count_programs(name: str, tokens: int, heads: tuple[int, ...], block: int) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import oracle
 import strategies
+from astrai_triton import ops
 from astrai_triton.backend import (
     ATTN_BACKEND,
     FlashAttnBackend,
@@ -29,6 +31,7 @@ from astrai_triton.backend import (
 from astrai_triton.backend.base import AttentionCall, Forward
 from astrai_triton.backend.selection import select
 from astrai_triton.errors import UnsupportedCallError
+from carried import carry
 from strategies import (
     DenseCase,
     Heads,
@@ -45,9 +48,16 @@ from strategies import (
 ROOT = Path(__file__).parents[2]
 HEADS = Heads(dtype=torch.float32, head_dim=16, value_dim=16, kv_heads=2, group=3)
 
-needs_interpreter = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="CPU tensors need Triton's interpreter, which is off where a GPU is"
-)
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_where_a_gpu_is() -> Iterator[None]:
+    """Where a GPU is, the kernels are compiled, and the ops carry the CPU tensors of these tests there."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.cuda.is_available():
+            for name in ops.__all__:
+                if callable(getattr(ops, name)):
+                    patch.setattr(ops, name, carry(getattr(ops, name), torch.device("cuda")))
+        yield
 
 
 class Described:
@@ -258,37 +268,31 @@ PACKED = {
 }
 
 
-@needs_interpreter
 @pytest.mark.parametrize("changes", PACKED.values(), ids=PACKED)
 def test_decode_is_what_torch_native_computes(changes: dict[str, Any]) -> None:
     compare(packed_case((1, 1, 1, 1), (1, 37, 0, 12), **changes), "decode")
 
 
-@needs_interpreter
 @pytest.mark.parametrize("changes", PACKED.values(), ids=PACKED)
 def test_ragged_prefill_is_what_torch_native_computes(changes: dict[str, Any]) -> None:
     compare(packed_case((5, 0, 1, 9, 3), (5, 4, 20, 30, 1), **changes), "prefill")
 
 
-@needs_interpreter
 def test_prefill_without_causality_sees_everything() -> None:
     case = packed_case((3, 2), (9, 7), options=oracle.Options(is_causal=False, window_size=(5, 1)))
     compare(case, "prefill")
 
 
-@needs_interpreter
 def test_decode_over_several_splits_is_what_torch_native_computes() -> None:
     compare(packed_case((1, 1), (700, 257)), "decode")
 
 
-@needs_interpreter
 def test_a_step_without_requests_is_legal() -> None:
     compare(packed_case((), ()), "decode")
     compare(packed_case((), ()), "prefill")
     compare(packed_case((0, 0), (3, 0)), "prefill")
 
 
-@needs_interpreter
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.booleans().flatmap(lambda is_decode: strategies.packed_cases(is_decode=is_decode)), st.booleans())
 def test_any_packed_call_is_what_the_oracle_computes(case: PackedCase, may_read: bool) -> None:
@@ -321,7 +325,6 @@ DENSE = {
 }
 
 
-@needs_interpreter
 @pytest.mark.parametrize("q_len", [1, 7])
 @pytest.mark.parametrize("changes", DENSE.values(), ids=DENSE)
 def test_dense_attention_is_what_torch_native_computes(changes: dict[str, Any], q_len: int) -> None:
@@ -347,29 +350,27 @@ def test_dense_attention_is_what_torch_native_computes(changes: dict[str, Any], 
     assert_close(out, TorchNativeBackend().forward(call))
 
 
-@needs_interpreter
 def test_decode_answers_in_the_cache_s_own_tensor_and_asks_nothing_of_the_scratch() -> None:
-    tensors: Tensors = build_packed(packed_case((1, 1), (5, 9)))
-    with attn_backend("triton"):
-        out = attention(tensors.q, tensors.k, tensors.v, tensors.cache)
+    case = packed_case((1, 1), (5, 9))
+    tensors: Tensors = build_packed(case)
+    out = TritonBackend().forward(make_call(case, tensors, fwd="decode"))
     assert out.data_ptr() == tensors.cache.decode_out.data_ptr()
     assert out.isfinite().all()
 
 
-@needs_interpreter
 def test_rows_without_keys_write_nothing_and_give_zero() -> None:
     """What pads a captured decode step: a length of 0 in front of a row that is in use."""
-    tensors = build_packed(packed_case((1, 1), (6, 0)))
+    case = packed_case((1, 1), (6, 0))
+    tensors = build_packed(case)
     cache = attrs.evolve(tensors.cache, req_pool_indices=tensors.cache.req_pool_indices[:1].repeat(2))
     before = cache.k_buffer.clone()
-    with attn_backend("triton"):
-        out = attention(tensors.q, tensors.k, tensors.v, cache)
+    call = attrs.evolve(make_call(case, tensors, fwd="decode", layer_id=0), kv_cache=cache)
+    out = TritonBackend().forward(call)
     assert (out[1] == 0).all()
     changed = (cache.k_buffer[0] != before[0]) & ~(cache.k_buffer[0].isnan() & before[0].isnan())
     assert changed.any(dim=2).any(dim=1).nonzero().flatten().tolist() == cache.out_cache_loc[:1].tolist()
 
 
-@needs_interpreter
 def test_the_bits_of_a_decode_row_do_not_depend_on_how_long_the_others_are() -> None:
     """A captured step covers the longest context there may be, an eager one the longest at hand."""
     tensors = build_packed(packed_case((1, 1), (37, 700)))
