@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import aiohttp
 import attrs
 
-from astrai_server.config import ApiSettings, LimitSettings, ServerSettings, Settings
+from astrai_server.config import ApiSettings, CacheSettings, LimitSettings, ServerSettings, Settings
 from astrai_server.gate import EngineGate
+from astrai_server.keys import KeyRing
 from astrai_server.run import listen
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.engine.result import TaskHandle, TokenEvent, wake_readers
@@ -66,6 +67,8 @@ class FakeEngine:
         self.is_alive = True
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
+        self.owners: list[tuple[str | None, str | None]] = []
+        """Key and salt of every task."""
         self.num_cancelled = 0
         self.is_held = False
         """Tasks stop before their last piece until this is False again."""
@@ -77,12 +80,19 @@ class FakeEngine:
         return self.max_seq_len - prompt_len
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        key: str | None = None,
+        salt: str | None = None,
     ) -> TaskHandle:
         if self.refuse is not None:
             raise self.refuse
         self.prompts.append(bytes(prompt_ids).decode(errors="replace"))
         self.params.append(params)
+        self.owners.append((key, salt))
         cancelled = asyncio.Event()
         handle = TaskHandle(request_id or "task", len(prompt_ids), params, cancelled.set)
         run = asyncio.get_running_loop().create_task(self._run(handle, cancelled))
@@ -128,13 +138,19 @@ class FakeEngine:
 def build_settings(**options: Any) -> Settings:
     """Settings for a free port; ``options`` go to the section that has them."""
     sections: dict[str, dict[str, Any]] = {}
-    for name, section in (("limits", LimitSettings), ("api", ApiSettings), ("server", ServerSettings)):
+    for name, section in (
+        ("limits", LimitSettings),
+        ("api", ApiSettings),
+        ("server", ServerSettings),
+        ("cache", CacheSettings),
+    ):
         known = {field.name for field in attrs.fields(section)}
         sections[name] = {key: options.pop(key) for key in list(options) if key in known}
     assert not options
     return Settings(
         limits=LimitSettings(**sections["limits"]),
         api=ApiSettings(**sections["api"]),
+        cache=CacheSettings(**sections["cache"]),
         server=ServerSettings(**({"port": 0} | sections["server"])),
     )
 
@@ -171,10 +187,11 @@ class Client:
         async with self.session.request(method, self.url + path, **options) as response:
             return Answer(response.status, response.headers, await response.read())
 
-    async def post(self, path: str, body: Any) -> Answer:
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
         """``body`` is sent as it is if it is bytes, else as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self.send("POST", path, data=data, headers={"content-type": "application/json"})
+        headers = {"content-type": "application/json"} | dict(headers or {})
+        return await self.send("POST", path, data=data, headers=headers)
 
     async def chat(self, content: Any = "hi", **fields: Any) -> Answer:
         """One user message to the OpenAI route."""
@@ -191,27 +208,35 @@ def chat_body(content: Any = "hi", **fields: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serve(engine: Any, settings: Settings | None = None) -> AsyncIterator[Client]:
+async def serve(
+    engine: Any, settings: Settings | None = None, keys: KeyRing | None = None
+) -> AsyncIterator[Client]:
     """A real server on a loopback port; ``engine`` None is one that still loads."""
-    gate = EngineGate(engine)
-    async with listen(settings or build_settings(), gate) as urls, aiohttp.ClientSession() as session:
+    settings = settings or build_settings()
+    gate = EngineGate(engine, max_per_key=settings.limits.max_requests_per_key)
+    async with listen(settings, gate, keys) as urls, aiohttp.ClientSession() as session:
         yield Client(session, urls[0], gate)
 
 
 def ask(
-    engine: Any, use: Callable[[Client], Coroutine[Any, Any, _T]], settings: Settings | None = None
+    engine: Any,
+    use: Callable[[Client], Coroutine[Any, Any, _T]],
+    settings: Settings | None = None,
+    keys: KeyRing | None = None,
 ) -> _T:
     """Run ``use`` against a server over ``engine``."""
 
     async def run() -> _T:
-        async with serve(engine, settings) as client:
+        async with serve(engine, settings, keys) as client:
             return await use(client)
 
     return asyncio.run(run())
 
 
 @contextmanager
-def serve_in_thread(engine: Any, settings: Settings | None = None) -> Iterator[str]:
+def serve_in_thread(
+    engine: Any, settings: Settings | None = None, keys: KeyRing | None = None
+) -> Iterator[str]:
     """A server in a thread of its own, for clients that block; yields its URL."""
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
@@ -219,7 +244,7 @@ def serve_in_thread(engine: Any, settings: Settings | None = None) -> Iterator[s
     urls: list[str] = []
 
     async def run() -> None:
-        async with listen(settings or build_settings(), EngineGate(engine)) as listening:
+        async with listen(settings or build_settings(), EngineGate(engine), keys) as listening:
             urls.extend(listening)
             started.set()
             await stop.wait()

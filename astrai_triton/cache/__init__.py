@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from astrai_triton.cache.allocator import Allocator
+from astrai_triton.cache.explain import PrefixReport, explain_prefix
 from astrai_triton.cache.lease import Lease, PoolStats
 from astrai_triton.cache.pool import PagePool
 from astrai_triton.cache.radix import RadixCache, RadixNode
@@ -25,8 +26,10 @@ __all__ = [
     "Lease",
     "PagePool",
     "PoolStats",
+    "PrefixReport",
     "RadixCache",
     "RadixNode",
     "ReqToTokenPool",
     "Workspace",
+    "explain_prefix",
 ]

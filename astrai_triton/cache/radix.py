@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import islice
 
 import attrs
 
@@ -11,6 +12,9 @@ from astrai_triton.errors import PageOwnershipError
 
 Edge = tuple[int | str | None, ...]
 """The tokens of one page, exactly. Below the root they follow the salt, so tenants share no node."""
+
+MAX_COMPARED = 4096
+"""Continuations that ``RadixCache.find_nearest`` looks at."""
 
 
 @attrs.define(eq=False)
@@ -80,6 +84,30 @@ class RadixCache:
             node = child
             nodes.append(node)
         return nodes
+
+    def find_nearest(
+        self, parent: RadixNode, tokens: Sequence[int], salt: str | None = None
+    ) -> tuple[RadixNode | None, int]:
+        """Find the recorded continuation that agrees with ``tokens`` the longest. For people who ask why a
+        page was not found; O(page_size + ``MAX_COMPARED``).
+
+        Args:
+            parent: ``root`` or a node of this cache.
+            tokens: what comes after ``parent``.
+            salt: only pages recorded under the same salt count.
+
+        Returns:
+            A child of ``parent`` and the number of leading tokens that agree; None and 0 if there is no child
+            among the ``MAX_COMPARED`` recorded last. Of equals the one recorded last.
+        """
+        wanted: Edge = (salt, *tokens) if parent is self.root else tuple(tokens)
+        num_salts = len(wanted) - len(tokens)
+        nearest, most = None, num_salts - 1
+        for edge, child in islice(reversed(parent.children.items()), MAX_COMPARED):
+            agreeing = _count_agreeing(edge, wanted)
+            if agreeing > most:
+                nearest, most = child, agreeing
+        return nearest, 0 if nearest is None else most - num_salts
 
     def insert(
         self, parent: RadixNode, page_tokens: tuple[int, ...], page: int, salt: str | None = None
@@ -174,3 +202,11 @@ class RadixCache:
                 reached[child.page] = child
                 stack.append(child)
         assert reached == self._page_to_node, "recorded pages and pages reachable from the root differ"
+
+
+def _count_agreeing(edge: Edge, wanted: Edge) -> int:
+    """Leading items that are equal."""
+    for i, (item, other) in enumerate(zip(edge, wanted, strict=False)):
+        if item != other:
+            return i
+    return min(len(edge), len(wanted))

@@ -53,6 +53,7 @@ class Admission:
         task.num_metered = task.num_generated
         if num_tokens:
             self.waiting.charge(task.key, num_tokens)
+            self._stats.record_served(task.key, num_tokens)
 
     def start_next(self, running: Sequence[Task]) -> Task | None:
         """Start one task: it leaves the queue and holds a lease, or it has failed and is done.
@@ -106,6 +107,7 @@ class Admission:
         else:
             self.charge(task, task.prompt_len - lease.cached_len)
             task.started_at = time.monotonic()
+            self._stats.record_wait(task.started_at - task.submitted_at)
             task.cached_tokens = lease.cached_len
             task.handle.mark_started(task.cached_tokens)
         return True

@@ -7,21 +7,23 @@ import secrets
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Protocol, overload
 
 from astrai_triton.backend import current_backend
-from astrai_triton.cache import PagePool
+from astrai_triton.cache import PagePool, PrefixReport, explain_prefix
 from astrai_triton.engine.budget import POLICIES, PolicyName
 from astrai_triton.engine.graphs import capture_decode
 from astrai_triton.engine.model import Model
 from astrai_triton.engine.observer import Observer
-from astrai_triton.engine.params import SamplingParams
+from astrai_triton.engine.params import SamplingParams, merge_params
 from astrai_triton.engine.queue import MAX_OVERTAKEN
 from astrai_triton.engine.result import GenerateResult, TaskHandle, TextDecoder, TokenEvent
 from astrai_triton.engine.runner import ModelRunner
 from astrai_triton.engine.sampling import SamplingPipeline, check_vocab
 from astrai_triton.engine.scheduler import InferenceScheduler
+from astrai_triton.engine.stats import describe_stats
 from astrai_triton.engine.stops import StopMatcher
 from astrai_triton.engine.task import Task, select_stop_ids
 from astrai_triton.errors import ContextLengthError, PoolTooSmallError, TaskError
@@ -56,7 +58,7 @@ class InferenceEngine:
         max_queue: tasks that may wait.
         policy: how prompts share a step: "budget" (equal shares) or "fcfs" (one after the other).
         max_overtaken: starts of others that the longest waiting task lets pass; see ``WaitingQueue``.
-        observer: is told what every step does; see ``trace``.
+        observer: is told what every step does, and closed by ``shutdown``; see ``trace``.
         model_name: what clients see.
         cuda_graphs: capture the decode step at start-up, for every padded batch size, so that no step
             launches kernel by kernel. None does where the model is on a GPU and the backend is triton.
@@ -126,6 +128,7 @@ class InferenceEngine:
         graphs = capture_decode(model, self.pool, max_batch_size, cuda_graphs)
         self.graph_sizes: tuple[int, ...] = () if graphs is None else graphs.sizes
         """Padded batch sizes for which the decode step was captured."""
+        self._observer = observer
         self._arrivals = itertools.count()
         self._submitting = threading.Lock()
         self._scheduler = InferenceScheduler(
@@ -299,7 +302,7 @@ class InferenceEngine:
         Raises:
             As ``submit``; ``TaskError`` where an answer that ended with an error is taken.
         """
-        params = _merge_params(params, fields)
+        params = merge_params(params, fields)
         prompts = [prompt] if isinstance(prompt, str) else prompt
         result = GenerateResult(len(prompts))
         handles: list[TaskHandle] = []
@@ -327,7 +330,7 @@ class InferenceEngine:
         Raises:
             As ``generate``.
         """
-        handle = self._submit_text(prompt, _merge_params(params, fields), None)
+        handle = self._submit_text(prompt, merge_params(params, fields), None)
         try:
             async for event in handle.events():
                 if event.text:
@@ -346,25 +349,20 @@ class InferenceEngine:
         """Run one step in the calling thread; only for an engine made with ``start=False``."""
         self._scheduler.step()
 
-    def get_stats(self) -> dict[str, int | float]:
-        """Counters and gauges of the engine; cheap, from any thread."""
-        pool = self.pool.stats()
-        stats = self._scheduler.stats
-        return {
-            "total_tasks": stats.total_tasks,
-            "total_tokens": stats.total_tokens,
-            "active_tasks": self._scheduler.num_active,
-            "waiting_queue": self._scheduler.num_waiting,
-            "pages_total": pool.total,
-            "pages_free": pool.free,
-            "pages_used": pool.owned,
-            "pages_cached": pool.cached,
-            "cache_hit_rate": pool.hits_tokens / max(1, pool.lookup_tokens),
-            "step_us": round(stats.step_us, 1),
-            "steps": stats.num_steps,
-            "preemptions": stats.num_preemptions,
-            "recomputed_tokens": stats.num_recomputed,
-        }
+    def get_stats(self) -> dict[str, Any]:
+        """Counters and gauges of the engine; cheap, from any thread. See ``describe_stats``."""
+        scheduler = self._scheduler
+        return describe_stats(scheduler.stats, self.pool.stats(), scheduler.running, scheduler.num_waiting)
+
+    def explain_prefix(self, prompt_ids: Sequence[int], salt: str | None = None) -> Future[PrefixReport]:
+        """Say what the prefix cache would give a prompt now. Takes nothing; answered before the next step.
+
+        Raises:
+            ValueError, TypeError: a bad prompt.
+            EngineUnavailableError: the engine is not running.
+        """
+        tokens, pool = self._check_prompt(prompt_ids), self.pool
+        return self._scheduler.call(lambda: explain_prefix(pool.radix, pool.page_size, tokens, salt))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new tasks and wait for the accepted ones; False when some remain after ``timeout_s``
@@ -374,14 +372,8 @@ class InferenceEngine:
     def shutdown(self) -> None:
         """Stop after the current step; open tasks end as cancelled. Does nothing the second time."""
         self._scheduler.stop()
-
-
-def _merge_params(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
-    if params is not None and fields:
-        raise TypeError(
-            f"params: wanted either params or its fields, got both (params and {', '.join(fields)})"
-        )
-    return params if params is not None else SamplingParams(**fields)
+        if self._observer is not None:
+            self._observer.close()
 
 
 def _bind_index(result: GenerateResult, index: int) -> Callable[[TokenEvent], None]:

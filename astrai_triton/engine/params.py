@@ -136,3 +136,16 @@ def check_vocab(params: SamplingParams, vocab_size: int) -> None:
             raise ValueError(
                 f"{name}: wanted token ids below {vocab_size} (the vocabulary), got {max(token_ids)}"
             )
+
+
+def merge_params(params: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of a call that takes them whole or field by field.
+
+    Raises:
+        TypeError: both were given.
+    """
+    if params is not None and fields:
+        raise TypeError(
+            f"params: wanted either params or its fields, got both (params and {', '.join(fields)})"
+        )
+    return params if params is not None else SamplingParams(**fields)

@@ -6,6 +6,9 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from astrai_triton.cache import PagePool
 from astrai_triton.engine.budget import PolicyName
@@ -19,6 +22,8 @@ from astrai_triton.errors import EngineUnavailableError, QueueFullError
 
 logger = logging.getLogger("astrai.engine")
 
+_T = TypeVar("_T")
+
 MAX_CONSECUTIVE_FAULTS = 3
 """Steps in a row that may fail outside of any task before the scheduler gives up."""
 
@@ -26,8 +31,8 @@ MAX_CONSECUTIVE_FAULTS = 3
 class InferenceScheduler:
     """Continuous batching over a paged KV pool, in a daemon thread.
 
-    What other threads ask for waits in two inboxes until the next step begins; ``Stepper`` does the rest. So
-    the steps are a function of what was in the inboxes when each began.
+    What other threads ask for waits in inboxes until the next step begins; ``Stepper`` does the rest. So the
+    steps are a function of what was in the inboxes when each began.
 
     Args:
         runner: runs the model.
@@ -67,6 +72,7 @@ class InferenceScheduler:
         self._max_queue = max_queue
         self._arrived: deque[Task] = deque()
         self._cancelled: deque[Task] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._num_open = 0
         self._lock = threading.Condition()
         self._is_awake = False
@@ -89,9 +95,9 @@ class InferenceScheduler:
         return len(self._arrived) + self._stepper.num_waiting
 
     @property
-    def num_active(self) -> int:
-        """Tasks that hold a row of the pool."""
-        return len(self._stepper.running)
+    def running(self) -> Sequence[Task]:
+        """Tasks that hold a row of the pool; changes with every step."""
+        return self._stepper.running
 
     def start(self) -> None:
         """Start the step loop in a daemon thread."""
@@ -128,6 +134,22 @@ class InferenceScheduler:
             task.is_cancelled = True
             self._cancelled.append(task)
             self._wake()
+
+    def call(self, function: Callable[[], _T]) -> Future[_T]:
+        """Run ``function`` in the scheduler's thread before the next step, when nobody else touches the pool.
+
+        Every task waits for it, so it must be short. What it raises is the future's.
+
+        Raises:
+            EngineUnavailableError: shut down or dead; so is the future, where that happens before its turn.
+        """
+        future: Future[_T] = Future()
+        with self._lock:
+            if not self.is_alive:
+                raise EngineUnavailableError("the engine is shut down or dead")
+            self._calls.append((function, future))
+            self._wake()
+        return future
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new tasks and wait for the accepted ones; False when some remain after ``timeout_s``."""
@@ -188,12 +210,27 @@ class InferenceScheduler:
 
     def step(self) -> None:
         """One turn: everything that can move on moves on once."""
+        self._run_calls()
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
         self._close(self._stepper.step(arrived, cancelled))
 
+    def _run_calls(self) -> None:
+        for _ in range(len(self._calls)):
+            function, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - a fault belongs to whoever asked
+                future.set_exception(error)
+
     def _end_all(self, error: BaseException | None) -> None:
         """End every task, with ``error`` or as cancelled; the pool gets everything back."""
+        while self._calls and not self.is_alive:
+            _, future = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineUnavailableError("the engine was shut down"))
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         self._cancelled.clear()
         self._close(self._stepper.end_all("error" if error else "cancelled", error, arrived))

@@ -173,6 +173,7 @@ class Stepper:
         event = task.call_back(event)
         if event.finish_reason is not None:
             self._has_ended = True
+            self._stats.ended[event.finish_reason] += 1
             if self._observer is not None:
                 self._observer.end(task, event.finish_reason)
         task.handle.post(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -55,6 +56,8 @@ class Task:
     """Starts of others since it has been the longest waiting task."""
     num_metered: int = 0
     """Sampled tokens that are on its key's meter already."""
+    submitted_at: float = attrs.field(factory=time.monotonic)
+    """``time.monotonic()``."""
     started_at: float = 0.0
     """``time.monotonic()`` of the first start."""
     counts: dict[int, int] = attrs.field(factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -12,14 +13,24 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
+from astrai_server import openapi
 from astrai_server.anthropic import AnthropicResponseBuilder
 from astrai_server.builder import ResponseBuilder
 from astrai_server.config import LimitSettings, Settings
 from astrai_server.connection import Connection
+from astrai_server.debug import PrefixRequest, describe_prefix, read_query
 from astrai_server.gate import EngineGate
 from astrai_server.handler import ProtocolHandler, Report
+from astrai_server.keys import KeyRing
 from astrai_server.openai import OpenAIResponseBuilder
-from astrai_server.problem import SlowBodyError, UnknownModelNameError, explain, is_internal, new_request_id
+from astrai_server.problem import (
+    UNAVAILABLE_RETRY_S,
+    SlowBodyError,
+    UnknownModelNameError,
+    explain,
+    is_internal,
+    new_request_id,
+)
 from astrai_server.sse import encode_json
 from astrai_server.stream import FrameStream
 from astrai_server.wire import read_request
@@ -28,11 +39,13 @@ logger = logging.getLogger("astrai.server")
 
 GATE = web.AppKey("GATE", EngineGate)
 SETTINGS = web.AppKey("SETTINGS", Settings)
+KEYS = web.AppKey("KEYS", KeyRing)
 CREATED = web.AppKey("CREATED", int)
 """When the application was made, in seconds since 1970: the ``created`` of its models."""
 
 _REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 _REPORT = web.RequestKey("REPORT", Report)
+_KEY_NAME = web.RequestKey("KEY_NAME", str)
 
 INLINE_BYTES = 64 << 10
 """A larger body is read outside of the event loop."""
@@ -42,11 +55,13 @@ CLIENT_CLOSED = 499
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/health", "/stats"})
+_OPEN_PATHS = frozenset({"/health"})
+"""What a load balancer asks without an API key."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def create_app(settings: Settings, gate: EngineGate) -> web.Application:
+def create_app(settings: Settings, gate: EngineGate, keys: KeyRing | None = None) -> web.Application:
     """Build the application. It answers from the start; the engine may come later.
 
     Run it with handler cancellation, or clients that go away keep their tasks (see ``run``).
@@ -54,9 +69,11 @@ def create_app(settings: Settings, gate: EngineGate) -> web.Application:
     Args:
         settings: all settings; ``server`` is not looked at.
         gate: where the engine is, or will be.
+        keys: who may use it; None is everybody.
     """
     app = web.Application(middlewares=[_trace], client_max_size=settings.limits.max_body_bytes)
     app[SETTINGS], app[GATE], app[CREATED] = settings, gate, int(time.time())
+    app[KEYS] = KeyRing() if keys is None else keys
     app.on_response_prepare.append(_set_headers)
     chat: ResponseBuilder[Any, Any] = OpenAIResponseBuilder(settings.api.usage_frame)
     app.router.add_post("/v1/chat/completions", functools.partial(_answer, chat))
@@ -65,6 +82,10 @@ def create_app(settings: Settings, gate: EngineGate) -> web.Application:
     app.router.add_get("/v1/models/{id:.+}", _show_model)
     app.router.add_get("/health", _show_health)
     app.router.add_get("/stats", _show_stats)
+    app.router.add_get(openapi.PATH, openapi.make_handler(settings.api))
+    if settings.api.debug:
+        app.router.add_get("/debug/prefix", _show_prefix)
+        app.router.add_post("/debug/prefix", _show_prefix)
     return app
 
 
@@ -88,6 +109,8 @@ async def _trace(request: web.Request, handler: Handler) -> web.StreamResponse:
         route = resource.canonical if resource is not None else "-"
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
         report = str(request.get(_REPORT) or "") or f" took={(time.perf_counter() - started) * 1e3:.1f}ms"
+        if _KEY_NAME in request:
+            report = f" key={request[_KEY_NAME]}{report}"
         logger.log(level, "%s %s %s %d%s", request_id, request.method[:16], route, status, report)
 
 
@@ -96,6 +119,10 @@ async def _respond(http: web.Request, handler: Handler, request_id: str) -> web.
     if is_preflight and _allowed_origin(http) is not None:
         return web.Response(status=204)
     try:
+        if http.path not in _OPEN_PATHS:
+            name = http.app[KEYS].authenticate(http.headers)
+            if name is not None:
+                http[_KEY_NAME] = name
         return await handler(http)
     except ConnectionError:
         # The client went away while it was being written to.
@@ -136,8 +163,8 @@ async def _set_headers(http: web.Request, response: web.StreamResponse) -> None:
 
 async def _answer(builder: ResponseBuilder[Any, Any], http: web.Request) -> web.StreamResponse:
     """A request of the protocol ``builder`` speaks."""
-    limits = http.app[SETTINGS].limits
-    with http.app[GATE].enter() as engine:
+    limits, key = http.app[SETTINGS].limits, http.get(_KEY_NAME)
+    with http.app[GATE].enter(key) as engine:
         body = await _read_body(http, limits)
         request = await _parse(http[_REQUEST_ID], body, builder.request_type)
         handler = ProtocolHandler(
@@ -146,6 +173,8 @@ async def _answer(builder: ResponseBuilder[Any, Any], http: web.Request) -> web.
             builder,
             request_id=http[_REQUEST_ID],
             timeout_s=limits.request_timeout_s,
+            key=key,
+            salt=_salt_of(http),
         )
         http[_REPORT] = handler.report
         try:
@@ -155,6 +184,11 @@ async def _answer(builder: ResponseBuilder[Any, Any], http: web.Request) -> web.
             return await _send_stream(http, answer, handler.report)
         finally:
             handler.close()
+
+
+def _salt_of(http: web.Request) -> str | None:
+    """What keeps the cached prefixes of this client apart from those of others."""
+    return http.get(_KEY_NAME) if http.app[SETTINGS].cache.isolate else None
 
 
 async def _read_body(http: web.Request, limits: LimitSettings) -> bytes:
@@ -248,11 +282,23 @@ async def _show_health(http: web.Request) -> web.Response:
     state = http.app[GATE].state
     if state == "ready":
         return _json_response({"status": "ok", "model_loaded": True})
-    return _json_response({"status": state, "model_loaded": state == "draining"}, status=503)
+    response = _json_response({"status": state, "model_loaded": state == "draining"}, status=503)
+    response.headers["Retry-After"] = str(math.ceil(UNAVAILABLE_RETRY_S))
+    return response
 
 
 async def _show_stats(http: web.Request) -> web.Response:
     return _json_response(http.app[GATE].engine.get_stats())
+
+
+async def _show_prefix(http: web.Request) -> web.Response:
+    with http.app[GATE].enter(http.get(_KEY_NAME)) as engine:
+        if http.method == "POST":
+            body = await _read_body(http, http.app[SETTINGS].limits)
+            request = await _parse(http[_REQUEST_ID], body, PrefixRequest)
+        else:
+            request = read_query(http.query)
+        return _json_response(await describe_prefix(request, engine, _salt_of(http)))
 
 
 def _json_response(body: Any, status: int = 200) -> web.Response:

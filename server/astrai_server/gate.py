@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from astrai_server.problem import KeyLimitError
 from astrai_triton.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
@@ -19,12 +22,20 @@ class EngineGate:
     """Lets requests through to the engine while it is ready. One event loop only.
 
     loading → ``open`` → ready → ``drain`` → draining; dead as soon as the engine says it is not alive.
+
+    Args:
+        engine: None is one that still loads.
+        max_per_key: requests of one API key that may be inside at a time; None is no limit.
     """
 
-    def __init__(self, engine: InferenceEngine | None = None) -> None:
+    def __init__(self, engine: InferenceEngine | None = None, *, max_per_key: int | None = None) -> None:
         self._engine = engine
+        self._max_per_key = max_per_key
         self._is_draining = False
         self._num_inside = 0
+        self._key_to_num_inside: Counter[str] = Counter()
+        self._stay_s = 0.0
+        """Moving average of the time a request is inside."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -62,24 +73,42 @@ class EngineGate:
         return self._num_inside
 
     @contextmanager
-    def enter(self) -> Iterator[InferenceEngine]:
+    def enter(self, key: str | None = None) -> Iterator[InferenceEngine]:
         """Let one request in, for as long as it takes to answer it.
+
+        Args:
+            key: name of its API key.
 
         Raises:
             EngineUnavailableError: loading, draining or dead.
+            KeyLimitError: too many requests of this key are inside.
         """
         engine = self.engine
         if self.state != "ready":
             reason = "shutting down" if self._is_draining else "dead"
             raise EngineUnavailableError(f"the engine is {reason}; try again later or at another server")
-        self._num_inside += 1
-        self._is_idle.clear()
+        limit = self._max_per_key
+        if key is not None and limit is not None and self._key_to_num_inside[key] >= limit:
+            raise KeyLimitError(limit, self._stay_s)
+        self._count(key, 1)
+        started = time.monotonic()
         try:
             yield engine
         finally:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._is_idle.set()
+            self._count(key, -1)
+            stay_s = time.monotonic() - started
+            self._stay_s += 0.1 * (stay_s - self._stay_s) if self._stay_s else stay_s
+
+    def _count(self, key: str | None, change: int) -> None:
+        self._num_inside += change
+        if key is not None:
+            self._key_to_num_inside[key] += change
+            if not self._key_to_num_inside[key]:
+                del self._key_to_num_inside[key]
+        if self._num_inside:
+            self._is_idle.clear()
+        else:
+            self._is_idle.set()
 
     async def wait_idle(self) -> None:
         """Return once nobody is inside."""

@@ -66,6 +66,8 @@ class ProtocolHandler:
         builder: the protocol.
         request_id: id for logs and error frames.
         timeout_s: seconds the answer may take; None is no limit.
+        key: name of the API key, which shares the engine evenly with others.
+        salt: requests of different salts share no cached prefix.
     """
 
     def __init__(
@@ -76,12 +78,16 @@ class ProtocolHandler:
         *,
         request_id: str = "",
         timeout_s: float | None = None,
+        key: str | None = None,
+        salt: str | None = None,
     ) -> None:
         self._request = request
         self._engine = engine
         self._builder = builder
         self._request_id = request_id
         self._timeout_s = timeout_s
+        self._key = key
+        self._salt = salt
         self._task: TaskHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_late = False
@@ -121,7 +127,11 @@ class ProtocolHandler:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self._expire)
         try:
             self._task = self._engine.submit(
-                context.prompt_ids, context.params, request_id=self._request_id or None
+                context.prompt_ids,
+                context.params,
+                request_id=self._request_id or None,
+                key=self._key,
+                salt=self._salt,
             )
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(Issue((), str(error))) from error

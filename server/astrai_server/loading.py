@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import attrs
 import torch
 
 from astrai_server.capacity import MIB, PoolPlan, plan_pool
@@ -18,8 +19,10 @@ from astrai_triton.checkpoint import Checkpoint
 from astrai_triton.checkpoint.resolve import home
 from astrai_triton.engine import InferenceEngine
 from astrai_triton.engine.graphs import why_no_graphs
+from astrai_triton.engine.trace import StepTrace
 from astrai_triton.errors import UnsupportedCallError
 from astrai_triton.model import Decoder
+from astrai_triton.tokenizer import Tokenizer
 
 
 class Audience(Protocol):
@@ -32,20 +35,25 @@ class Audience(Protocol):
         """Hear how far a phase is, in bytes."""
 
 
-def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
-    """Fetch the model's files if need be, load them and start an engine.
+@attrs.frozen
+class LoadedModel:
+    """A model in memory, ready for an engine."""
 
-    Says three lines, the model, how its weights are held, how large the KV pool is, and a fourth where decode
-    steps were captured.
+    name: str
+    decoder: Decoder
+    tokenizer: Tokenizer
+    placement: Placement
+
+
+def load_model(settings: Settings, audience: Audience) -> LoadedModel:
+    """Fetch the model's files if need be and load them. Says two lines: the model, how its weights are held.
 
     Args:
-        settings: ``server``, ``cache``, ``limits`` and ``api.model_name`` count.
+        settings: ``server`` counts.
         audience: is told how it goes.
 
     Raises:
-        ConfigError: the settings do not fit this model or this machine.
-        CheckpointError, TokenizerError, ChatTemplateError: the model's files cannot be used.
-        BackendError: ``ASTR_BACKEND`` names an attention backend that is not there.
+        As ``load_engine``.
     """
     _require_backend()
     placement = place_model(settings.server)
@@ -65,11 +73,32 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
         f"weights  {model_files.num_tensors} tensors, {model_files.num_bytes / MIB:.0f} MiB loaded in "
         f"{time.perf_counter() - started:.1f} s; {describe_placement(placement)}"
     )
-    plan = plan_pool(settings, config, placement.dtype.itemsize, free_bytes(placement.device))
+    return LoadedModel(model_files.name, decoder, tokenizer, placement)
+
+
+def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
+    """Load the model and start an engine.
+
+    Says the lines of ``load_model``, how large the KV pool is, for which batches decode steps were captured,
+    and where steps are recorded.
+
+    Args:
+        settings: ``server``, ``cache``, ``limits`` and ``api.model_name`` count.
+        audience: is told how it goes.
+
+    Raises:
+        ConfigError: the settings do not fit this model or this machine.
+        CheckpointError, TokenizerError, ChatTemplateError: the model's files cannot be used.
+        BackendError: ``ASTR_BACKEND`` names an attention backend that is not there.
+    """
+    _require_place_for_trace(settings.server.trace_file)
+    model = load_model(settings, audience)
+    item_size, device = model.placement.dtype.itemsize, model.placement.device
+    plan = plan_pool(settings, model.decoder.config, item_size, free_bytes(device))
     audience.say(f"KV pool  {describe_pool(plan, settings)}")
     engine = InferenceEngine(
-        decoder,
-        tokenizer,
+        model.decoder,
+        model.tokenizer,
         max_batch_size=settings.server.max_batch_size,
         max_seq_len=plan.max_seq_len,
         page_size=settings.cache.page_size,
@@ -77,7 +106,10 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
         prefix_cache=settings.cache.prefix_cache,
         max_step_tokens=settings.limits.max_step_tokens,
         max_queue=settings.limits.max_queue,
-        model_name=settings.api.model_name or model_files.name,
+        policy=settings.limits.policy,
+        max_overtaken=settings.limits.max_overtaken,
+        observer=_open_trace(settings.server.trace_file, audience),
+        model_name=settings.api.model_name or model.name,
         cuda_graphs=settings.server.cuda_graphs,
     )
     if engine.graph_sizes:
@@ -154,3 +186,34 @@ def _load_decoder(model_files: Checkpoint, placement: Placement, audience: Audie
     decoder = Decoder(model_files.config, dtype=placement.dtype, device=placement.device)
     decoder.load_weights(model_files.tensors(audience.progress))
     return decoder
+
+
+def _require_place_for_trace(trace_file: str | None) -> None:
+    """What is wrong with the path should not cost the wait for the model."""
+    if trace_file is None:
+        return
+    path = Path(trace_file).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        found = "a directory" if path.is_dir() else f"no directory {path.parent}"
+        raise ConfigError(f"server.trace_file: wanted a file in a directory that exists, got {found}")
+
+
+def _open_trace(trace_file: str | None, audience: Audience) -> StepTrace | None:
+    """Begin a trace. The one of the run before is kept beside it: it may be what somebody is after."""
+    if trace_file is None:
+        return None
+    path = Path(trace_file).expanduser()
+    try:
+        if path.exists() and path.stat().st_size:
+            path.replace(path.with_name(f"{path.name}.1"))
+        # Prompts are nobody else's business.
+        file = open(  # noqa: SIM115 - the engine closes it
+            path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)
+        )
+    except OSError as error:
+        raise ConfigError(f"server.trace_file: cannot write {path}: {error.strerror}") from error
+    audience.say(
+        f"WARNING  every step is recorded in {path}, with the prompts in it: keep it like a secret; "
+        "it grows without end, and steps take longer"
+    )
+    return StepTrace(file)

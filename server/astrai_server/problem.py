@@ -47,6 +47,31 @@ class SlowBodyError(Exception):
     """The client took longer than ``limits.body_timeout_s`` to send its body."""
 
 
+class ApiKeyError(Exception):
+    """The request brings no valid API key.
+
+    Args:
+        was_given: whether it brings one at all.
+    """
+
+    def __init__(self, *, was_given: bool) -> None:
+        super().__init__("the API key is not known here" if was_given else "an API key is needed")
+        self.was_given = was_given
+
+
+class KeyLimitError(Exception):
+    """An API key has as many requests as it may have at a time.
+
+    Args:
+        limit: ``limits.max_requests_per_key``.
+        retry_after_s: seconds after which one of them has likely ended.
+    """
+
+    def __init__(self, limit: int, retry_after_s: float) -> None:
+        super().__init__(f"this API key has {limit} requests here, as many as it may have at a time")
+        self.retry_after_s = retry_after_s
+
+
 class UnknownModelNameError(Exception):
     """``GET /v1/models/{id}`` for a model that is not served."""
 
@@ -122,6 +147,10 @@ def explain(error: BaseException, validation_status: int = 422) -> Problem:
         return Problem(status=408, message=str(error), code="body_timeout", closes=True)
     if isinstance(error, DeadlineError):
         return Problem(status=504, message=str(error), code="request_timeout")
+    if isinstance(error, ApiKeyError):
+        return _explain_key(error)
+    if isinstance(error, KeyLimitError):
+        return Problem(status=429, message=str(error), code="key_limit", retry_after_s=error.retry_after_s)
     if isinstance(error, UnknownModelNameError):
         return Problem(status=404, message=str(error), code="model_not_found", param="model")
     return _INTERNAL
@@ -157,6 +186,17 @@ def _explain_issues(error: InvalidRequestError, validation_status: int) -> Probl
             }
             for issue in error.issues
         ],
+    )
+
+
+def _explain_key(error: ApiKeyError) -> Problem:
+    # RFC 6750: the error is only named to those who tried.
+    challenge = 'Bearer realm="astrai"' + (', error="invalid_token"' if error.was_given else "")
+    return Problem(
+        status=401,
+        message=f"{error}; send it as Authorization: Bearer <key> or as x-api-key: <key>",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": challenge},
     )
 
 

@@ -19,6 +19,7 @@ from astrai_server.app import create_app
 from astrai_server.config import Settings
 from astrai_server.connection import Connection
 from astrai_server.gate import EngineGate
+from astrai_server.keys import KeyRing
 
 if TYPE_CHECKING:
     from astrai_triton.engine import InferenceEngine
@@ -40,6 +41,7 @@ def run_server(
     settings: Settings,
     load_engine: Callable[[], InferenceEngine],
     *,
+    keys: KeyRing | None = None,
     on_listening: Callable[[list[str]], None] | None = None,
     on_ready: Callable[[InferenceEngine], None] | None = None,
 ) -> int:
@@ -52,6 +54,7 @@ def run_server(
     Args:
         settings: all settings.
         load_engine: makes the engine; runs in a thread while the server already answers (503).
+        keys: who may use the server; None is everybody.
         on_listening: called with the URLs once the socket is open.
         on_ready: called with the engine once it serves.
 
@@ -63,7 +66,7 @@ def run_server(
         Exception: whatever ``load_engine`` raised.
     """
     threads: list[threading.Thread] = []
-    status = asyncio.run(_serve(settings, load_engine, on_listening, on_ready, threads))
+    status = asyncio.run(_serve(settings, load_engine, keys, on_listening, on_ready, threads))
     for thread in threads:
         thread.join(JOIN_S)
     if any(thread.is_alive() for thread in threads):
@@ -75,7 +78,9 @@ def run_server(
 
 
 @asynccontextmanager
-async def listen(settings: Settings, gate: EngineGate) -> AsyncIterator[list[str]]:
+async def listen(
+    settings: Settings, gate: EngineGate, keys: KeyRing | None = None
+) -> AsyncIterator[list[str]]:
     """Serve the application in this event loop for the length of the context.
 
     On leaving, running requests get ``CLOSE_S`` seconds, then they are cancelled.
@@ -84,7 +89,7 @@ async def listen(settings: Settings, gate: EngineGate) -> AsyncIterator[list[str
         The URLs listened on; with ``server.port`` 0 the port is in there.
     """
     runner = web.AppRunner(
-        create_app(settings, gate), handler_cancellation=True, shutdown_timeout=CLOSE_S, access_log=None
+        create_app(settings, gate, keys), handler_cancellation=True, shutdown_timeout=CLOSE_S, access_log=None
     )
     await runner.setup()
     assert runner.server is not None
@@ -111,13 +116,14 @@ async def listen(settings: Settings, gate: EngineGate) -> AsyncIterator[list[str
 async def _serve(
     settings: Settings,
     load_engine: Callable[[], InferenceEngine],
+    keys: KeyRing | None,
     on_listening: Callable[[list[str]], None] | None,
     on_ready: Callable[[InferenceEngine], None] | None,
     threads: list[threading.Thread],
 ) -> int:
-    gate = EngineGate()
+    gate = EngineGate(max_per_key=settings.limits.max_requests_per_key)
     signals = _Signals()
-    async with listen(settings, gate) as urls:
+    async with listen(settings, gate, keys) as urls:
         if on_listening is not None:
             on_listening(urls)
         loading = _run_in_thread(load_engine, threads)

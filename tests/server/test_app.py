@@ -234,12 +234,15 @@ def test_a_loading_server_says_so() -> None:
     async def use(client: Client) -> None:
         health = await client.send("GET", "/health")
         assert (health.status, health.json) == (503, {"status": "loading", "model_loaded": False})
+        assert int(health.headers["retry-after"]) >= 1
         for path in POST_ROUTES:
             answer = await client.post(path, chat_body())
             assert check_error(answer, 503, "overloaded_error")["detail"] == "Engine not initialized"
             assert int(answer.headers["retry-after"]) >= 1
         for path in ("/stats", "/v1/models"):
-            check_error(await client.send("GET", path), 503)
+            answer = await client.send("GET", path)
+            check_error(answer, 503)
+            assert int(answer.headers["retry-after"]) >= 1
         client.gate.open(FakeEngine())  # type: ignore[arg-type]
         assert (await client.chat()).status == 200
 
@@ -253,7 +256,10 @@ def test_a_dead_engine_is_seen_and_refuses_at_once() -> None:
         engine.is_alive = False
         health = await client.send("GET", "/health")
         assert (health.status, health.json) == (503, {"status": "dead", "model_loaded": False})
-        check_error(await client.chat(), 503)
+        assert int(health.headers["retry-after"]) >= 1
+        refused = await client.chat()
+        check_error(refused, 503)
+        assert int(refused.headers["retry-after"]) >= 1
         assert (await client.send("GET", "/stats")).status == 200
 
     ask(engine, use)
@@ -268,8 +274,12 @@ def test_a_draining_server_finishes_streams_and_refuses_new_ones() -> None:
         while len(engine.prompts) < 4:
             await asyncio.sleep(0.01)
         client.gate.drain()
-        check_error(await client.chat(), 503)
-        assert (await client.send("GET", "/health")).json["status"] == "draining"
+        refused = await client.chat()
+        check_error(refused, 503)
+        assert int(refused.headers["retry-after"]) >= 1
+        health = await client.send("GET", "/health")
+        assert health.json["status"] == "draining"
+        assert int(health.headers["retry-after"]) >= 1
         engine.is_held = False
         for answer in await asyncio.gather(*live):
             assert answer.frames[-1] == "data: [DONE]"

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from astrai_server import loading, run
 from astrai_server.cli import main
 from astrai_server.config import Settings, list_options
+from astrai_server.keys import KeyRing
 from astrai_server.terminal import LoadDisplay
 from astrai_triton.engine import InferenceEngine
 from fakes import ByteTokenizer, ScriptedModel, answer_script
@@ -48,7 +49,7 @@ def assert_fails_with(result: Result, status: int, text: str) -> None:
 # The command as a whole
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["check"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["check"], ["replay"], ["info"]])
 def test_every_command_explains_itself(command: list[str]) -> None:
     for flag in ("-h", "--help"):
         result = invoke(*command, flag)
@@ -150,13 +151,14 @@ class ServerCall:
     """What ``run_server`` was called with; plays the given part of a server's life."""
 
     settings: Settings | None = None
+    keys: KeyRing | None = None
     urls: list[str] = attrs.field(factory=lambda: ["http://127.0.0.1:8000"])
     status: int = 0
 
     def __call__(
-        self, settings: Settings, load: Callable[[], Any], *, on_listening: Any, on_ready: Any
+        self, settings: Settings, load: Callable[[], Any], *, keys: KeyRing, on_listening: Any, on_ready: Any
     ) -> int:
-        self.settings = settings
+        self.settings, self.keys = settings, keys
         on_listening(self.urls)
         with load() as engine:
             on_ready(engine)
@@ -240,6 +242,40 @@ def test_a_server_open_to_the_network_warns(server: ServerCall, url: str) -> Non
     assert f"WARNING  {url} is open to the network and asks for no API key" in text
     assert "curl http://0.0.0.0" not in text
     assert "curl http://[::]" not in text
+
+
+def test_a_server_with_keys_does_not_warn_and_shows_where_the_key_goes(server: ServerCall) -> None:
+    server.urls = ["http://0.0.0.0:8000"]
+    result = invoke("serve", env={"ASTRAI_API_KEYS": "alice: alice-0123456789abcdef"})
+    assert "WARNING" not in result.stderr
+    assert ' -H "Authorization: Bearer $API_KEY"' in result.stderr.splitlines()[-1]
+    assert "0123456789abcdef" not in result.output
+    assert server.keys is not None
+    assert server.keys.names == ("alice",)
+
+
+def test_bad_keys_end_the_start_before_anything_is_loaded(server: ServerCall) -> None:
+    assert_fails_with(invoke("serve", env={"ASTRAI_API_KEYS": "short"}), 1, "ASTRAI_API_KEYS: key 1: wanted")
+    assert_fails_with(
+        invoke("serve", "--cache-isolate"), 1, "--cache-isolate: cache.isolate: wanted API keys"
+    )
+    assert server.settings is None
+
+
+def test_debugging_of_the_api_has_a_flag_of_its_own(server: ServerCall) -> None:
+    assert invoke("serve", "--api-debug", "--policy", "fcfs", "--max-overtaken", "7").exit_code == 0
+    assert server.settings is not None
+    limits = server.settings.limits
+    assert (server.settings.api.debug, limits.policy, limits.max_overtaken) == (True, "fcfs", 7)
+
+
+def test_generating_leaves_the_trace_of_the_server_alone(
+    scripted_engine: list[Settings], tmp_path: Path
+) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("server:\n  trace_file: trace.jsonl\n")
+    assert invoke("generate", "hello", "-q", "-c", str(path)).exit_code == 0
+    assert scripted_engine[0].server.trace_file is None
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://[::1]:8000"])

@@ -102,3 +102,27 @@ def test_info_shows_versions_hardware_and_every_attention_backend(tmp_path: Path
         assert "available" in next(
             line for line in result.stdout.splitlines() if line.startswith(f"  {name} ")
         )
+
+
+def test_check_shows_the_names_of_keys_and_never_the_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys.txt"
+    path.write_text("alice: alice-0123456789abcdef\n")
+    flags = ["--keys-file", str(path), "--device", "cpu", "--dtype", "float32"]
+    result = invoke("check", *flags, env={"ASTRAI_API_KEYS": "bob: bob-0123456789abcdef"})
+    assert "API keys      2: alice, bob\n" in result.stdout
+    assert "0123456789abcdef" not in result.output
+    assert "API keys      none are asked for\n" in invoke("check", *flags[2:]).stdout
+
+
+def test_check_refuses_keys_that_serve_would_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "keys.txt"
+    path.write_text("alice: alice-0123456789abcdef\nbob: short\n")
+    result = invoke("check", "--keys-file", str(path))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {path}:2: wanted a key of at least 16 characters, got 5")
+
+
+def test_check_names_the_flag_of_a_keys_file_that_is_not_there() -> None:
+    result = invoke("check", "--keys-file", "none.txt")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: --keys-file: api.keys_file: cannot read none.txt: No such file")

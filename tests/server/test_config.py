@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from astrai_server import config
 from astrai_server.config import ConfigError, Option, Settings, list_options, resolve_settings
+from astrai_server.option import Choice
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -65,7 +66,7 @@ N_TOKENS = "cache.n_tokens: wanted a multiple of cache.page_size=16, got"
 FILE_ERRORS: dict[str | bytes, str] = {
     "server:\n  prot: 1": ":2: unknown key 'prot' in section 'server'; did you mean 'port'?",
     "cache:\n\n  zzz: 1": ":3: unknown key 'zzz' in section 'cache'; known: "
-    "mode, page_size, n_tokens, prefix_cache",
+    "mode, page_size, n_tokens, prefix_cache, isolate",
     "server:\n  page-size: 3": ":2: unknown key 'page-size' in section 'server'; it belongs under 'cache:'",
     "server:\n  max-seq-len: 3": ":2: unknown key 'max-seq-len' in section 'server'; "
     "did you mean 'max_seq_len'?",
@@ -293,3 +294,34 @@ def test_no_value_of_a_known_option_raises_anything_but_a_config_error(
 def test_no_variable_raises_anything_but_a_config_error(section: str, key: str, text: str) -> None:
     text = complaint(None, {f"ASTRAI_{section}__{key}": text}) or "ASTRAI_"
     assert text.startswith("ASTRAI_")
+
+
+def test_defaults_that_the_engine_has_too_are_the_engines() -> None:
+    from astrai_triton.engine.budget import POLICIES
+    from astrai_triton.engine.queue import MAX_OVERTAKEN
+
+    limits = Settings().limits
+    assert limits.max_overtaken == MAX_OVERTAKEN
+    kinds = {option.name: option.kind for option in list_options()}
+    policy = kinds["limits.policy"]
+    assert isinstance(policy, Choice)
+    assert set(policy.values) == set(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("limits:\n  policy: fair\n", "s.yaml:2: limits.policy: wanted budget or fcfs, got 'fair'"),
+        ("limits:\n  max_overtaken: -1\n", "s.yaml:2: limits.max_overtaken: wanted an integer from 0 to"),
+        ("api:\n  debug: 1\n", "s.yaml:2: api.debug: wanted true or false, got 1"),
+        ("api:\n  keys_file: [a]\n", "s.yaml:2: api.keys_file: wanted a path or null, got ['a']"),
+        (
+            "server:\n  keys_file: a\n",
+            "s.yaml:2: unknown key 'keys_file' in section 'server'; it belongs under",
+        ),
+    ],
+)
+def test_keys_policy_and_debugging_are_checked_like_everything_else(
+    write: Any, text: str, problem: str
+) -> None:
+    assert error_of(write(text)).startswith(problem)

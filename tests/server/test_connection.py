@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from astrai_server import run
 from fake_engine import FakeEngine, build_settings, serve
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -131,5 +132,29 @@ def test_a_client_may_wait_for_leave_to_send_its_body() -> None:
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
         writer.write(b"{}")
         assert (await read_response(reader))[0] == 422
+
+    talk(use)
+
+
+def test_dripping_bytes_do_not_extend_the_time_for_a_body() -> None:
+    async def use(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer = asyncio.ensure_future(read_response(reader))
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not answer.done():
+            writer.write(b"1\r\n \r\n")
+            await asyncio.sleep(0.02)
+        status, body = answer.result()
+        assert (status, body["error"]["code"]) == (408, "body_timeout")
+
+    talk(use, body_timeout_s=0.2)
+
+
+def test_an_idle_connection_is_closed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "KEEPALIVE_S", 0.1)
+
+    async def use(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEALTH)
+        assert (await read_response(reader))[0] == 200
+        assert await reader.read() == b""
 
     talk(use)

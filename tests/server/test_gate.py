@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from astrai_server.gate import EngineGate
+from astrai_server.problem import KeyLimitError
 from astrai_triton.errors import EngineUnavailableError
 from fake_engine import FakeEngine
 
@@ -70,3 +72,28 @@ def test_idle_is_when_the_last_one_has_left() -> None:
         await asyncio.wait_for(waiting, 1)
 
     asyncio.run(run())
+
+
+def test_a_key_is_let_in_so_often_and_no_more() -> None:
+    gate = EngineGate(FakeEngine(), max_per_key=2)  # type: ignore[arg-type]
+    with gate.enter("a"), gate.enter("a"), gate.enter("b"), gate.enter():
+        with pytest.raises(KeyLimitError, match="this API key has 2 requests here"):
+            gate.enter("a").__enter__()
+        assert gate.num_inside == 4
+    with gate.enter("a"):
+        assert gate.num_inside == 1
+
+
+def test_who_has_no_key_is_not_limited() -> None:
+    gate = EngineGate(FakeEngine(), max_per_key=1)  # type: ignore[arg-type]
+    with gate.enter(), gate.enter():
+        assert gate.num_inside == 2
+
+
+def test_the_time_to_retry_follows_how_long_requests_take() -> None:
+    gate = EngineGate(FakeEngine(), max_per_key=1)  # type: ignore[arg-type]
+    with gate.enter("a"):
+        time.sleep(0.1)
+    with gate.enter("a"), pytest.raises(KeyLimitError) as caught:
+        gate.enter("a").__enter__()
+    assert 0.1 <= caught.value.retry_after_s < 5

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from astrai_server.config import (
 from astrai_triton import checkpoint
 from astrai_triton.checkpoint import DEFAULT_MODEL
 from astrai_triton.engine import InferenceEngine
+from astrai_triton.engine.trace import replay
 from astrai_triton.errors import UnknownModelError
 from fakes import ByteTokenizer, ScriptedModel
 
@@ -195,3 +198,63 @@ def test_a_known_model_is_local_once_its_file_is_there(home: Path) -> None:
 @pytest.mark.parametrize("name", ["nonsense", "some/model", "./none.gguf", "a/b/c", "x" * 500])
 def test_other_names_are_not_local(home: Path, name: str) -> None:
     assert loading.find_local(name) is None
+
+
+def test_policy_and_overtaking_reach_the_engine(audience: Audience, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    settings = make_settings(
+        server={"trace_file": str(path)}, limits=LimitSettings(policy="fcfs", max_overtaken=3)
+    )
+    with loading.load_engine(settings, audience):
+        pass
+    sizes = json.loads(path.read_text().splitlines()[0])["sizes"]
+    assert (sizes["policy"], sizes["max_overtaken"]) == ("fcfs", 3)
+
+
+def test_steps_are_recorded_where_the_settings_say_and_people_are_told(
+    audience: Audience, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    settings = make_settings(server={"trace_file": str(path)})
+    with loading.load_engine(settings, audience) as engine:
+        engine.generate("abc", temperature=0, max_tokens=3)
+    assert audience.lines[-1].startswith(f"WARNING  every step is recorded in {path}, with the prompts in it")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert replay(path, ScriptedModel(), ByteTokenizer()).difference is None
+    # Nothing is written once the engine is shut down.
+    assert path.read_text().endswith("]}\n")
+
+
+def test_the_trace_of_the_run_before_is_kept(audience: Audience, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    for prompt in ("first", "second", "third"):
+        with loading.load_engine(make_settings(server={"trace_file": str(path)}), audience) as engine:
+            engine.generate(prompt, temperature=0, max_tokens=1)
+
+    def read_prompt(path: Path) -> bytes:
+        return bytes(json.loads(path.read_text().splitlines()[1])["arrived"][0]["prompt_ids"])
+
+    assert read_prompt(path) == b"third"
+    assert read_prompt(tmp_path / "trace.jsonl.1") == b"second"
+
+
+@pytest.mark.parametrize(("name", "found"), [("", "a directory"), ("none/t", "no directory")])
+def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    audience: Audience, tmp_path: Path, name: str, found: str
+) -> None:
+    settings = make_settings(server={"trace_file": str(tmp_path / name)})
+    with pytest.raises(ConfigError, match=f"server.trace_file: wanted a file in .*, got {found}"):
+        loading.load_engine(settings, audience)
+    assert audience.lines == []
+
+
+def test_a_trace_that_may_not_be_written_is_an_error(
+    audience: Audience, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(loading.os, "open", refuse)
+    settings = make_settings(server={"trace_file": str(tmp_path / "t")})
+    with pytest.raises(ConfigError, match=r"server.trace_file: cannot write .*: Permission denied"):
+        loading.load_engine(settings, audience)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from astrai_server.keys import load_keys
 from astrai_triton.engine import InferenceEngine
-from fake_engine import Answer, Client, ask, chat_body
+from fake_engine import Answer, Client, ask, build_settings, chat_body
 from fakes import EOS, ByteTokenizer, Context, ScriptedModel, answer_script, hash_script
 
 ROUTES = ("/v1/chat/completions", "/v1/messages")
@@ -43,6 +44,12 @@ def send(engine: InferenceEngine, path: str, **fields: Any) -> Answer:
         return await client.post(path, chat_body(**({"temperature": 0} | fields)))
 
     return ask(engine, use)
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def read_whole(answer: Answer) -> tuple[str, str, str | None]:
@@ -292,3 +299,65 @@ def test_sixteen_clients_of_both_protocols_get_what_they_get_alone() -> None:
             assert [read(answer) for answer in together] == [read(answer) for answer in alone]
 
         ask(engine, use)
+
+
+def test_stats_keep_the_old_keys_and_count_what_happens() -> None:
+    with run_engine(say("ok")) as engine:
+
+        async def use(client: Client) -> dict[str, Any]:
+            for _ in range(2):
+                assert (await client.chat("x" * 40, temperature=0)).status == 200
+            assert (await client.chat(temperature=0, max_tokens=1)).status == 200
+            # A client has its answer before the step that made it is over.
+            await wait_until(lambda: not engine.get_stats()["active_tasks"])
+            return dict((await client.send("GET", "/stats")).json)
+
+        stats = ask(engine, use)
+    assert (stats["total_tasks"], stats["total_tokens"]) == (3, 3 + 3 + 1)
+    assert (stats["active_tasks"], stats["waiting_queue"]) == (0, 0)
+    assert stats["pages_free"] + stats["pages_used"] + stats["pages_cached"] == stats["pages_total"]
+    assert stats["finished"] == {"stop": 2, "length": 1, "cancelled": 0, "error": 0}
+    assert 0 < stats["cache_hit_rate"] < 1
+    assert stats["step_us"] > 0
+    assert stats["queue_wait_ms"] >= 0
+    assert (stats["preemptions"], stats["recomputed_tokens"], stats["evicted_pages"]) == (0, 0, 0)
+    assert stats["tokens_by_key"] == {}
+
+
+def test_stats_count_tokens_by_the_names_of_keys() -> None:
+    secret = "alice-0123456789abcdef"
+    keys = load_keys(build_settings(), {"ASTRAI_API_KEYS": f"alice: {secret}, bob: bob-0123456789abcdef"})
+    headers = {"Authorization": f"Bearer {secret}"}
+
+    async def use(client: Client) -> Answer:
+        answer = await client.post(ROUTES[0], chat_body(temperature=0), headers)
+        assert answer.status == 200
+        await wait_until(lambda: engine.get_stats()["tokens_by_key"] == served)
+        return await client.send("GET", "/stats", headers=headers)
+
+    # "ok" and the end of the turn, after a prompt of which nothing was cached.
+    served = {"alice": len("<user>hi<assistant>") + 3}
+    with run_engine(say("ok")) as engine:
+        answer = ask(engine, use, keys=keys)
+    assert answer.json["tokens_by_key"] == served
+    assert secret.encode() not in answer.body
+
+
+def test_isolated_keys_share_no_prefix() -> None:
+    settings = build_settings(isolate=True)
+    secrets = {name: f"{name}-0123456789abcdef" for name in ("alice", "bob")}
+    keys = load_keys(settings, {"ASTRAI_API_KEYS": ",".join(f"{name}: {secrets[name]}" for name in secrets)})
+
+    async def cached(client: Client, name: str) -> int:
+        answer = await client.post(
+            ROUTES[0], chat_body("x" * 40, temperature=0), {"x-api-key": secrets[name]}
+        )
+        return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def use(client: Client) -> list[int]:
+        return [await cached(client, name) for name in ("alice", "bob", "alice", "bob")]
+
+    with run_engine(say("ok")) as engine:
+        first, other, again, other_again = ask(engine, use, settings, keys)
+    assert (first, other) == (0, 0)
+    assert again == other_again > 0

@@ -12,6 +12,7 @@ import anthropic
 import openai
 import pytest
 
+from astrai_server.keys import load_keys
 from astrai_triton.errors import EngineUnavailableError, QueueFullError
 from fake_engine import FakeEngine, build_settings, serve_in_thread
 
@@ -295,3 +296,26 @@ def test_sixteen_clients_at_once_get_their_answers() -> None:
         for thread in threads:
             thread.join(20)
     assert answers == [TEXT] * 16
+
+
+# API keys
+
+
+def test_the_official_clients_send_their_key_and_know_a_refusal() -> None:
+    secret = "alice-0123456789abcdef"
+    keys = load_keys(build_settings(), {"ASTRAI_API_KEYS": f"alice: {secret}"})
+    engine = FakeEngine(PIECES)
+    with serve_in_thread(engine, keys=keys) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0, timeout=10) as client:
+            assert client.chat.completions.create(model="m", messages=MESSAGES).choices[0].message.content
+            with pytest.raises(openai.AuthenticationError, match="not known here"):
+                client.with_options(api_key="wrong").models.list()
+        for options in ({"api_key": secret}, {"auth_token": secret, "api_key": None}):
+            with anthropic.Anthropic(base_url=url, max_retries=0, timeout=10, **options) as claude:  # type: ignore[arg-type]
+                assert claude.messages.create(model="m", max_tokens=9, messages=MESSAGES).content
+        with (
+            anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0, timeout=10) as claude,
+            pytest.raises(anthropic.AuthenticationError, match="not known here"),
+        ):
+            claude.messages.create(model="m", max_tokens=9, messages=MESSAGES)
+    assert [key for key, _ in engine.owners] == ["alice"] * 3

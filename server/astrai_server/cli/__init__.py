@@ -11,6 +11,7 @@ from astrai_server.cli.check import check
 from astrai_server.cli.failure import OneLineGroup
 from astrai_server.cli.generate import generate
 from astrai_server.cli.info import find_version, info
+from astrai_server.cli.replay import replay
 from astrai_server.cli.serve import serve
 
 __all__ = ["main"]
@@ -43,5 +44,5 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-for _command in (serve, generate, check, info, bench):
+for _command in (serve, generate, check, replay, info, bench):
     main.add_command(_command)

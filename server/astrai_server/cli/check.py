@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ def check(ctx: click.Context, /, file: Path | None) -> None:
     """
     resolved = resolve(ctx, file)
     _show_settings(resolved)
+    _show_keys(resolved.settings)
     # Slow to import, so only once the settings are known to be right.
     from astrai_server.device import place_model
     from astrai_server.loading import describe_placement, find_local
@@ -38,7 +40,6 @@ def check(ctx: click.Context, /, file: Path | None) -> None:
 
     settings = resolved.settings
     placement = place_model(settings.server)
-    click.echo()
     _show("runs as", describe_placement(placement))
     path = find_local(settings.server.param_path)
     if path is None:
@@ -56,6 +57,15 @@ def _show_settings(resolved: Resolved) -> None:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
         click.echo(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+
+
+def _show_keys(settings: Settings) -> None:
+    """Names only."""
+    from astrai_server.keys import load_keys
+
+    keys = load_keys(settings, os.environ)
+    click.echo()
+    _show("API keys", f"{len(keys)}: {', '.join(keys.names)}" if keys else "none are asked for")
 
 
 def _show_value(value: Any) -> str:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from astrai_triton.engine import InferenceEngine, SamplingParams, TaskHandle
     from astrai_triton.tokenizer import Tokenizer
 
-_NOT_FOR_ONE = frozenset({"server.host", "server.port", "server.max_batch_size", "server.param_path"})
+_NOT_FOR_ONE = frozenset(
+    {"server.host", "server.port", "server.max_batch_size", "server.param_path", "server.trace_file"}
+)
 
 
 @click.command()
@@ -82,8 +84,8 @@ def generate(
 
 
 def _shrink(settings: Settings) -> Settings:
-    """One request at a time needs a pool for one."""
-    return attrs.evolve(settings, server=attrs.evolve(settings.server, max_batch_size=1))
+    """One request at a time needs a pool for one; the trace of a configuration is its server's."""
+    return attrs.evolve(settings, server=attrs.evolve(settings.server, max_batch_size=1, trace_file=None))
 
 
 def _encode(engine: InferenceEngine, text: str, system: str | None, raw: bool) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def serve(ctx: click.Context, /, model: str | None, config: Path | None, log_lev
         give(ctx, "server.param_path", model)
     settings = resolve(ctx, config).settings
     # Slow to import, so only once the settings are known to be right.
+    from astrai_server.keys import load_keys
     from astrai_server.loading import load_engine
     from astrai_server.run import run_server
     from astrai_server.terminal import LoadDisplay
@@ -55,13 +57,16 @@ def serve(ctx: click.Context, /, model: str | None, config: Path | None, log_lev
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s"
     )
     with LoadDisplay(sys.stderr, is_quiet=log_level.lower() in ("warning", "error")) as display:
-        greeter = _Greeter(display)
+        keys = load_keys(settings, os.environ)
+        greeter = _Greeter(display, has_keys=bool(keys))
 
         def load() -> InferenceEngine:
             return load_engine(settings, display)
 
         try:
-            status = run_server(settings, load, on_listening=greeter.welcome, on_ready=greeter.show_example)
+            status = run_server(
+                settings, load, keys=keys, on_listening=greeter.welcome, on_ready=greeter.show_example
+            )
         except OSError as error:
             # Once it listens, an OSError is about something else: the model's files, say.
             if greeter.urls:
@@ -73,8 +78,9 @@ def serve(ctx: click.Context, /, model: str | None, config: Path | None, log_lev
 class _Greeter:
     """Tells on the terminal where the server is and how to try it."""
 
-    def __init__(self, display: LoadDisplay) -> None:
+    def __init__(self, display: LoadDisplay, *, has_keys: bool) -> None:
         self._display = display
+        self._has_keys = has_keys
         self.urls: list[str] = []
 
     def welcome(self, urls: list[str]) -> None:
@@ -82,10 +88,11 @@ class _Greeter:
         self.urls = urls
         self._display.say(f"listens  {', '.join(urls)}")
         wide = [url for url in urls if not ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback]
-        if wide:
+        if wide and not self._has_keys:
             self._display.say(
                 f"WARNING  {', '.join(wide)} is open to the network and asks for no API key: "
-                "whoever reaches it can use it; --host 127.0.0.1 keeps it to this machine"
+                "whoever reaches it can use it; set api.keys_file, or keep it to this machine with "
+                "--host 127.0.0.1"
             )
 
     def show_example(self, engine: InferenceEngine) -> None:
@@ -99,8 +106,9 @@ class _Greeter:
             "max_tokens": 64,
         }
         self._display.say(f"ready    OpenAI {url}/v1/chat/completions, Anthropic {url}/v1/messages")
+        key = ' -H "Authorization: Bearer $API_KEY"' if self._has_keys else ""
         self._display.say(
-            f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
             f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
         )
 
