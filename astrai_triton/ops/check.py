@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from astrai_triton.ops.launch import FP8_DTYPES, Arch, arch_of
+from astrai_triton.ops.launch import FP8_DTYPES, MAX_GRID_SIDE, Arch, arch_of
 
 Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 UNBOUNDED = (-1, -1)
 
 _MIN_HEAD_DIM, _MAX_HEAD_DIM, _HEAD_DIM_STEP = 16, 256, 8
-_MAX_GRID_SIDE = 65535
 
 
 def check_float(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype] = Q_DTYPES) -> None:
@@ -114,15 +113,10 @@ def check_qkv(
             f"q: wanted a multiple of {kv_heads} kv heads, at least one, got {q_heads} heads; "
             "repeat or drop heads"
         )
-    if kv_heads > _MAX_GRID_SIDE:
-        raise ValueError(f"{k_name}: wanted at most {_MAX_GRID_SIDE} kv heads, got {kv_heads}; split them")
+    if kv_heads > MAX_GRID_SIDE:
+        raise ValueError(f"{k_name}: wanted at most {MAX_GRID_SIDE} kv heads, got {kv_heads}; split them")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        if k.dtype not in FP8_DTYPES:
-            raise ValueError(f"{name}: wanted None unless K and V are fp8, got {scale} with {_dtype(k)}")
-        if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
-            raise ValueError(f"{name}: wanted a finite number > 0, got {scale!r}; read tensors beforehand")
+        check_scale(name, scale, k.dtype)
     return arch
 
 
@@ -131,17 +125,33 @@ def _check_kv_dtype(
 ) -> None:
     if k.dtype != v.dtype:
         raise TypeError(f"{v_name}: wanted the dtype of {k_name}, {_dtype(k)}, got {_dtype(v)}; cast it")
-    if k.dtype == q.dtype:
+    check_pool_dtype(k_name, k, q, arch)
+
+
+def check_pool_dtype(name: str, pool: torch.Tensor, q: torch.Tensor, arch: Arch) -> None:
+    """The dtype of K or V is that of q, or an fp8 one that the architecture has beside a 16-bit q."""
+    if pool.dtype == q.dtype:
         return
-    if k.dtype not in FP8_DTYPES or q.dtype == torch.float32:
+    if pool.dtype not in FP8_DTYPES or q.dtype == torch.float32:
         raise TypeError(
-            f"{k_name}: wanted the dtype of q, {_dtype(q)}, or an fp8 one with a 16-bit q, "
-            f"got {_dtype(k)}; cast it first"
+            f"{name}: wanted the dtype of q, {_dtype(q)}, or an fp8 one with a 16-bit q, "
+            f"got {_dtype(pool)}; cast it first"
         )
-    if k.dtype == torch.float8_e4m3fn and not arch.has_fp8:
+    if pool.dtype == torch.float8_e4m3fn and not arch.has_fp8:
         raise ValueError(
-            f"{k_name}: wanted an architecture from sm_89 for float8_e4m3fn, got {arch.name}; use float8_e5m2"
+            f"{name}: wanted an architecture from sm_89 for float8_e4m3fn, got {arch.name}; use float8_e5m2"
         )
+
+
+def check_scale(name: str, scale: float | None, dtype: torch.dtype) -> None:
+    """A scale of K or V of ``dtype``: a finite number above 0, and only for fp8."""
+    if scale is None:
+        return
+    if dtype not in FP8_DTYPES:
+        spelled = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name}: wanted None unless K and V are fp8, got {scale} with {spelled}")
+    if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name}: wanted a finite number > 0, got {scale!r}; read tensors beforehand")
 
 
 def check_options(

@@ -9,8 +9,17 @@ import torch
 
 from astrai_triton.kernels.append import append_rotated_kernel
 from astrai_triton.kernels.rotary import rotate_qk_kernel
-from astrai_triton.ops.check import check_device, check_float, check_ints, check_rows, check_shape, take_out
-from astrai_triton.ops.launch import FP8_DTYPES, Arch, arch_of, on_device, pad_block, row_alignment
+from astrai_triton.ops.check import (
+    check_device,
+    check_float,
+    check_ints,
+    check_pool_dtype,
+    check_rows,
+    check_scale,
+    check_shape,
+    take_out,
+)
+from astrai_triton.ops.launch import arch_of, on_device, pad_block, row_alignment
 from astrai_triton.ops.launch_rotary import (
     FP_FUSION,
     MAX_HEAD_DIM,
@@ -140,12 +149,13 @@ def rotary_append_(
     check_ints("out_cache_loc", out_cache_loc, (tokens,), q.device)
     num_slots = k_buffer.shape[0] if k_buffer.dim() else 0
     take_out(q, q.shape, q.dtype, q.device, "q")
-    pool_dtype = _check_pool(q, k_buffer, arch)
+    check_pool_dtype("k_buffer", k_buffer, q, arch)
+    pool_dtype = k_buffer.dtype
     take_out(k_buffer, (num_slots, kv_heads, head_dim), pool_dtype, q.device, "k_buffer")
     take_out(v_buffer, (num_slots, kv_heads, value_dim), pool_dtype, q.device, "v_buffer")
-    inverse_scales = [
-        _invert_scale(name, scale, pool_dtype) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-    ]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_scale(name, scale, pool_dtype)
+    inverse_scales = [1.0 if scale is None else 1 / scale for scale in (k_scale, v_scale)]
 
     heads, rotary_dim = (q_heads, kv_heads, kv_heads), 2 * freqs_cis.shape[-2]
     config = choose_rotary(heads, rotary_dim, max(head_dim, value_dim))
@@ -251,36 +261,6 @@ def _check_freqs(freqs_cis: torch.Tensor, x: torch.Tensor, name: str, pairing: s
             f"to them, got {list(shape[:-2])}; look the table up by the positions of {name}"
         )
     return freqs_cis.expand(*leading, *shape[-2:])
-
-
-def _check_pool(q: torch.Tensor, k_buffer: torch.Tensor, arch: Arch) -> torch.dtype:
-    """The dtype of the pool, once it is one that q can be written to."""
-    dtype = k_buffer.dtype
-    if dtype != q.dtype and (dtype not in FP8_DTYPES or q.dtype == torch.float32):
-        raise TypeError(
-            f"k_buffer: wanted the dtype of q, {_spell(q.dtype)}, or an fp8 one with a 16-bit q, "
-            f"got {_spell(dtype)}; make a pool of that dtype"
-        )
-    if dtype == torch.float8_e4m3fn and not arch.has_fp8:
-        raise ValueError(
-            f"k_buffer: wanted an architecture from sm_89 for float8_e4m3fn, got {arch.name}; use float8_e5m2"
-        )
-    return dtype
-
-
-def _invert_scale(name: str, scale: float | None, dtype: torch.dtype) -> float:
-    """What values are to be multiplied by on their way into a pool of ``dtype``."""
-    if scale is None:
-        return 1.0
-    if dtype not in FP8_DTYPES:
-        raise ValueError(f"{name}: wanted None unless the pool is fp8, got {scale} with {_spell(dtype)}")
-    if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{name}: wanted a finite number > 0, got {scale!r}; read tensors beforehand")
-    return 1 / scale
-
-
-def _spell(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _count_programs(name: str, tokens: int, heads: tuple[int, ...], block: int) -> int:

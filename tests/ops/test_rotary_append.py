@@ -265,7 +265,7 @@ SLOTS = slots_of(0, 1, 2)
         (
             {"k_buffer": K_POOL.to(FP8[1])},
             TypeError,
-            "an fp8 one with a 16-bit q, got float8_e5m2; make a pool",
+            "an fp8 one with a 16-bit q, got float8_e5m2; cast it",
         ),
         ({"k_buffer": K_POOL[:1].expand(9, 2, 16)}, ValueError, "k_buffer: wanted elements of their own"),
         ({"v_buffer": V_POOL[:8]}, ValueError, r"v_buffer: wanted shape \[9, 2, 24\], got \[8, 2, 24\]"),
@@ -305,7 +305,7 @@ def test_a_scale_that_cannot_be_divided_by_is_named(options: dict[str, Any], mes
 
 def test_a_scale_without_fp8_is_an_error() -> None:
     with pytest.raises(
-        ValueError, match=r"k_scale: wanted None unless the pool is fp8, got 1\.0 with float32"
+        ValueError, match=r"k_scale: wanted None unless K and V are fp8, got 1\.0 with float32"
     ):
         rotary_append_(Q, K, V, TABLE, K_POOL, V_POOL, SLOTS, k_scale=1.0)
 
