@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from astrai_triton.backend import (
     ATTN_BACKEND,
     AttentionBackend,
+    CudaBackend,
     FlashAttnBackend,
     TorchNativeBackend,
     TritonBackend,
@@ -74,6 +75,7 @@ __all__ = [
     "CorruptFileError",
     "EngineUnavailableError",
     "FetchError",
+    "CudaBackend",
     "FlashAttnBackend",
     "KVCache",
     "NonFiniteLogitsError",

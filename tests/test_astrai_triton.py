@@ -32,6 +32,7 @@ def test_the_surface_is_what_the_readme_promises() -> None:
     promised = {
         "ATTN_BACKEND",
         "AttentionBackend",
+        "CudaBackend",
         "FlashAttnBackend",
         "KVCache",
         "TorchNativeBackend",

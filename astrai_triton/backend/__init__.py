@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from astrai_triton.backend.attention import attention
 from astrai_triton.backend.base import ATTN_BACKEND, AttentionBackend, AttentionCall
+from astrai_triton.backend.cuda import CudaBackend
 from astrai_triton.backend.flash import FlashAttnBackend
 from astrai_triton.backend.fused import TritonBackend
 from astrai_triton.backend.native import TorchNativeBackend
@@ -14,6 +15,7 @@ __all__ = [
     "ATTN_BACKEND",
     "AttentionBackend",
     "AttentionCall",
+    "CudaBackend",
     "FlashAttnBackend",
     "TorchNativeBackend",
     "TritonBackend",

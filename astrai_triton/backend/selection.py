@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 
 from astrai_triton.backend.base import ATTN_BACKEND, AttentionBackend, AttentionCall
+from astrai_triton.backend.cuda import CudaBackend
 from astrai_triton.backend.flash import FlashAttnBackend
 from astrai_triton.backend.fused import TritonBackend
 from astrai_triton.backend.native import TorchNativeBackend
@@ -21,10 +22,10 @@ from astrai_triton.errors import UnknownBackendError, UnsupportedCallError
 ENVIRONMENT_VARIABLE = "ASTR_BACKEND"
 
 _BACKENDS: Mapping[ATTN_BACKEND, AttentionBackend] = MappingProxyType(
-    {backend.name: backend for backend in (TritonBackend(), FlashAttnBackend(), TorchNativeBackend())}
-)
-_NOT_BUILT: Mapping[ATTN_BACKEND, str] = MappingProxyType(
-    {ATTN_BACKEND.CUDA: "this version of astrai_triton has no CUDA reference kernels"}
+    {
+        backend.name: backend
+        for backend in (TritonBackend(), CudaBackend(), FlashAttnBackend(), TorchNativeBackend())
+    }
 )
 _AUTOMATIC = tuple(
     _BACKENDS[kind] for kind in (ATTN_BACKEND.TRITON, ATTN_BACKEND.FLASH, ATTN_BACKEND.TORCH_NATIVE)
@@ -91,7 +92,7 @@ def current_backend() -> ATTN_BACKEND | None:
 
 def backend_reasons() -> dict[str, str | None]:
     """Every backend by name, with the reason it cannot run on this machine; None when it can."""
-    return {kind.value: _unavailable(kind) for kind in ATTN_BACKEND}
+    return {kind.value: _BACKENDS[kind].unavailable() for kind in ATTN_BACKEND}
 
 
 def select(call: AttentionCall) -> AttentionBackend:
@@ -104,10 +105,11 @@ def select(call: AttentionCall) -> AttentionBackend:
     chosen = current_backend()
     if chosen is None:
         return _first_able(call)
-    reason = _unavailable(chosen) or _BACKENDS[chosen].why_not(call)
+    backend = _BACKENDS[chosen]
+    reason = backend.unavailable() or backend.why_not(call)
     if reason is not None:
         raise UnsupportedCallError(chosen.value, reason)
-    return _BACKENDS[chosen]
+    return backend
 
 
 def _first_able(call: AttentionCall) -> AttentionBackend:
@@ -118,8 +120,3 @@ def _first_able(call: AttentionCall) -> AttentionBackend:
             return backend
         refusals.append(f"{backend.name.value}: {reason}")
     raise UnsupportedCallError("automatic", "; ".join(refusals))
-
-
-def _unavailable(kind: ATTN_BACKEND) -> str | None:
-    backend = _BACKENDS.get(kind)
-    return _NOT_BUILT[kind] if backend is None else backend.unavailable()
