@@ -11,15 +11,46 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "imports", "types", "tests", "static(triton='installed')", "mutants"]
+OLDEST_TRITON = "3.6.0"
+"""The first that the kernels compile on; ``pyproject.toml`` asks for it."""
+
+nox.options.sessions = [
+    "lint",
+    "imports",
+    "types",
+    "tests",
+    f"static(triton='{OLDEST_TRITON}')",
+    "static(triton='installed')",
+    "cuda_compile",
+    "cross",
+    "mutants",
+    "chaos",
+]
 nox.options.default_venv_backend = "none"
 nox.options.stop_on_first_error = True
 
-SOURCES = ["astrai_triton", "server", "bench", "tests", "noxfile.py"]
+SOURCES = ["astrai_triton", "cuda_ref", "server", "bench", "tests", "noxfile.py"]
 
-# What "static" compiles unless it is told otherwise: every head shape on every architecture in the dtype that
-# is served most, and one shape of the kernels that are not attention.
-STATIC_VARIANTS = ["decode_*_bf16", "prefill_*_bf16", "merge_*_d128_bf16", "rotary_*_d128_r128_bf16_half"]
+# What "static" compiles unless told otherwise. On every architecture: every kernel in every dtype, of one head
+# shape and the kind that the engine launches. Where tiles differ most: the other kinds and head shapes.
+STATIC_EVERYWHERE = [
+    "decode_paged_split_h32_8_d128_128_*",
+    "prefill_paged_g4_d128_*",
+    "merge_splits_paged_h32_8_d128_*",
+    "merge_states_*",
+    "merge_prefill_paged_d128_*",
+    "rotary_emb_*_d128_r128_*_half",
+    "rotary_append_*_d128_r128_*_half*",
+]
+STATIC_SHAPES = [
+    "decode_[de]*_h32_8_d128_128_bf16",
+    "decode_paged_split_h[!3]*_bf16",
+    "prefill_dense_causal_g4_*_bf16",
+    "prefill_paged_window_g4_*_bf16",
+    "prefill_every_option_*_bf16",
+    "prefill_paged_g[23]_*_bf16",
+]
+STATIC_SHAPE_ARCHES = ["sm_80", "sm_90", "sm_120"]
 
 
 def run_module(session: nox.Session, *command: str) -> None:
@@ -55,23 +86,40 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("triton", ["installed", "3.6.0"])
+@nox.parametrize("triton", [OLDEST_TRITON, "installed"])
 def static(session: nox.Session, triton: str) -> None:
-    """Compile kernels for every architecture without a GPU and check them; arguments go to the report.
+    """Compile a part of the kernels for every architecture, without a GPU, and check them.
 
-    Runs once with the installed Triton and once, for sm_80 and sm_90, with the oldest that kernels compile
-    on. The whole list is checked by ``-- --variant '*'``.
+    Arguments after ``--`` go to the report, instead of that part.
     """
+    if session.posargs:
+        check_kernels(session, triton, *session.posargs)
+        return
+    check_kernels(session, triton, *repeat("--variant", STATIC_EVERYWHERE))
+    check_kernels(
+        session, triton, *repeat("--arch", STATIC_SHAPE_ARCHES), *repeat("--variant", STATIC_SHAPES)
+    )
+
+
+@nox.session
+@nox.parametrize("triton", [OLDEST_TRITON, "installed"])
+def static_full(session: nox.Session, triton: str) -> None:
+    """The same for every variant of every kernel: a quarter of an hour with two CPUs; not by default."""
+    check_kernels(session, triton, *session.posargs)
+
+
+def check_kernels(session: nox.Session, triton: str, *arguments: str) -> None:
+    """``astrai bench static --check`` with one version of Triton."""
     env: dict[str, str] = {}
-    arguments = []
     if triton != "installed":
         env["PYTHONPATH"] = f"{fetch_triton(session, triton)}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        if "--arch" not in session.posargs:
-            arguments += ["--arch", "sm_80", "--arch", "sm_90"]
-    if "--variant" not in session.posargs:
-        arguments += [argument for glob in STATIC_VARIANTS for argument in ("--variant", glob)]
-    command = ["-m", "astrai_bench", "static", "--check", *arguments, *session.posargs]
+    command = ["-m", "astrai_bench", "static", "--check", *arguments]
     session.run(sys.executable, *command, external=True, env=env)
+
+
+def repeat(option: str, values: list[str]) -> list[str]:
+    """``values`` as a repeated command-line option."""
+    return [argument for value in values for argument in (option, value)]
 
 
 def fetch_triton(session: nox.Session, version: str) -> Path:
@@ -88,3 +136,41 @@ def fetch_triton(session: nox.Session, version: str) -> Path:
 def mutants(session: nox.Session) -> None:
     """Break the kernels on purpose; every mutant must fail a test. Arguments are names of mutants."""
     session.run(sys.executable, "tests/mutants.py", *session.posargs, external=True)
+
+
+@nox.session
+def cuda_compile(session: nox.Session) -> None:
+    """Compile the CUDA kernels for every architecture without a GPU; spills and budgets are faults."""
+    run_module(session, "cuda_ref.compile_matrix", "--check", *session.posargs)
+
+
+# A release with no CPU wheel in the usual find-links: pip then takes PyPI's, which is built for CUDA.
+CUDA_TORCH = "2.14.1"
+
+
+@nox.session(venv_backend="venv")
+def cuda_build(session: nox.Session) -> None:
+    """Build the CUDA extension without a GPU and import it. Downloads 5.5 GB, so only when asked for."""
+    session.install(f"torch=={CUDA_TORCH}", "ninja", "setuptools", "-e", ".")
+    command = "import cuda_ref; print(cuda_ref.build('cuda'))"
+    session.run("python", "-c", command, env={"TORCH_CUDA_ARCH_LIST": "9.0"})
+
+
+@nox.session
+def cross(session: nox.Session) -> None:
+    """Triton, CUDA and torch against each other and against float64; arguments go to the command."""
+    required = "triton,cuda_scalar,cuda_mma"
+    run_module(session, "astrai_bench", "cross", "--brief", "--require", required, *session.posargs)
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Attack a server that serves canaries meanwhile; ``-- --long`` takes more time."""
+    session.run(
+        sys.executable,
+        "-m",
+        "chaos",
+        *session.posargs,
+        external=True,
+        env={"PYTHONPATH": str(Path("tests").resolve())},
+    )

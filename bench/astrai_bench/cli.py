@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from astrai_bench.cross import cross
+from astrai_bench.engine import engine
 from astrai_bench.kernels import COMMANDS
 from astrai_bench.static_command import static
 
@@ -15,5 +17,5 @@ def bench() -> None:
     """Measure the kernels, or tell without a GPU what to expect of them."""
 
 
-for _command in (*COMMANDS, static):
+for _command in (*COMMANDS, static, cross, engine):
     bench.add_command(_command)

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from queue import SimpleQueue
+from contextlib import contextmanager, nullcontext
+from threading import Lock
 from typing import IO, Any
 
 import attrs
@@ -19,14 +19,18 @@ import attrs
 from astrai_bench.cases import Case
 from astrai_bench.errors import BenchError
 from astrai_bench.plan import PlannedLaunch
-from astrai_bench.static import FAMILIES, Fault, KernelReport
+from astrai_bench.static import FAMILIES, KernelReport
+from astrai_bench.static_rules import Fault
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 """Architectures of the report, 90 for sm_90."""
 
+Job = tuple[int, str]
+"""Capability and name of a variant."""
+
 
 class Worker:
-    """One compiling process."""
+    """One compiling process, for one architecture: see ``astrai_bench.worker``."""
 
     def __init__(self, families: Sequence[str], errors: IO[bytes]) -> None:
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -86,7 +90,7 @@ def collect_reports(
         variant_globs: shell patterns of variant names, of which one has to match.
         capabilities: architectures, of ``CAPABILITIES``.
         families: modules with a ``list_variants(arch)``.
-        num_workers: processes at work at once.
+        num_workers: processes at work at once, each for one architecture after the other.
         on_progress: called in any thread with reports done and reports due.
 
     Returns:
@@ -95,22 +99,20 @@ def collect_reports(
     Raises:
         BenchError: no variant matches, or a worker dies.
     """
-    idle: SimpleQueue[Worker] = SimpleQueue()
-    with ExitStack() as stack:
-        idle.put(stack.enter_context(_start_worker(families)))
-        jobs = list(_list_jobs(idle, variant_globs, capabilities))
+    with _start_worker(families) as lister:
+        jobs = _list_jobs(lister, variant_globs, capabilities)
         if not jobs:
             given = " ".join(variant_globs)
             raise BenchError(f"variant: wanted a pattern that matches a variant, got {given!r}")
-        on_progress(0, len(jobs))
-        for _ in range(min(num_workers, len(jobs)) - 1):
-            idle.put(stack.enter_context(_start_worker(families)))
-        reports = []
-        with ThreadPoolExecutor(num_workers) as threads:
-            for report in threads.map(lambda job: _examine(idle, *job), jobs):
-                reports.append(report)
-                on_progress(len(reports), len(jobs))
-    return reports
+        board = _Board(jobs, on_progress)
+        num_threads = min(num_workers, len(jobs))
+        with ThreadPoolExecutor(num_threads) as threads:
+            # The process that listed has compiled nothing yet: it is as good as a new one.
+            firsts = [lister, *[None] * (num_threads - 1)]
+            shares = [threads.submit(_do_share, board, families, first) for first in firsts]
+    for share in shares:
+        share.result()
+    return [board.reports[job] for job in jobs]
 
 
 def collect_launches(
@@ -150,20 +152,66 @@ def _start_worker(families: Sequence[str]) -> Iterator[Worker]:
             worker.close()
 
 
-def _list_jobs(
-    idle: SimpleQueue[Worker], variant_globs: Sequence[str], capabilities: Sequence[int]
-) -> Iterator[tuple[int, str]]:
-    worker = idle.get()
-    for capability in capabilities:
-        for name in worker.ask({"list": None, "capability": capability})["names"]:
-            if any(fnmatch.fnmatchcase(name, glob) for glob in variant_globs):
-                yield capability, name
-    idle.put(worker)
+def _list_jobs(worker: Worker, variant_globs: Sequence[str], capabilities: Sequence[int]) -> list[Job]:
+    return [
+        (capability, name)
+        for capability in capabilities
+        for name in worker.ask({"list": None, "capability": capability})["names"]
+        if any(fnmatch.fnmatchcase(name, glob) for glob in variant_globs)
+    ]
 
 
-def _examine(idle: SimpleQueue[Worker], capability: int, name: str) -> KernelReport:
-    worker = idle.get()
+class _Board:
+    """What is still to compile and what came of the rest; for any number of threads."""
+
+    def __init__(self, jobs: Sequence[Job], on_progress: Callable[[int, int], None]) -> None:
+        self.reports: dict[Job, KernelReport] = {}
+        self._pending: dict[int, list[str]] = {}
+        for capability, name in reversed(jobs):
+            self._pending.setdefault(capability, []).append(name)
+        self._num_processes = dict.fromkeys(self._pending, 0)
+        self._num_jobs = len(jobs)
+        self._on_progress = on_progress
+        self._lock = Lock()
+        on_progress(0, len(jobs))
+
+    def choose(self) -> int | None:
+        """The architecture that a new process serves best: most to do for each process; None when done."""
+        with self._lock:
+            left = {capability: len(names) for capability, names in self._pending.items() if names}
+            if not left:
+                return None
+            best = max(left, key=lambda capability: left[capability] / (1 + self._num_processes[capability]))
+            self._num_processes[best] += 1
+            return best
+
+    def take(self, capability: int) -> str | None:
+        """A variant that nobody else compiles for this architecture; None when there is none left."""
+        with self._lock:
+            return self._pending[capability].pop() if self._pending[capability] else None
+
+    def enter(self, job: Job, report: KernelReport) -> None:
+        """Keep a report."""
+        with self._lock:
+            self.reports[job] = report
+            self._on_progress(len(self.reports), self._num_jobs)
+
+    def clear(self) -> None:
+        """Let nobody begin anything more."""
+        with self._lock:
+            for names in self._pending.values():
+                names.clear()
+
+
+def _do_share(board: _Board, families: Sequence[str], worker: Worker | None) -> None:
+    """Compile until nothing is left, with a process for each architecture."""
     try:
-        return read_report(worker.ask({"examine": name, "capability": capability}))
-    finally:
-        idle.put(worker)
+        while (capability := board.choose()) is not None:
+            with _start_worker(families) if worker is None else nullcontext(worker) as at_work:
+                worker = None
+                while (name := board.take(capability)) is not None:
+                    answer = at_work.ask({"examine": name, "capability": capability})
+                    board.enter((capability, name), read_report(answer))
+    except BaseException:
+        board.clear()
+        raise

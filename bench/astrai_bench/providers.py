@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import attrs
@@ -51,7 +52,7 @@ def list_providers() -> tuple[Provider, ...]:
 def _make_provider(name: str) -> Provider:
     entries: dict[str, tuple[_WhyNot, _Prepare | None, bool]] = {
         "triton": (_why_not_triton, _prepare_triton, True),
-        "cuda_ref": (_why_not_cuda_ref, None, False),
+        "cuda_ref": (_why_not_cuda_ref, _prepare_cuda_ref, True),
         "torch_sdpa": (_why_not_sdpa, _prepare_sdpa, True),
         "flex_attention": (_why_not_flex, _prepare_flex, False),
         "torch_native": (_why_not_native, _prepare_native, False),
@@ -81,6 +82,11 @@ def _prepare_triton(case: Case, inputs: Inputs) -> Call:
     # Importing the kernels decides between compiler and interpreter, so only once they are wanted.
     from astrai_triton import ops
 
+    return _prepare_ops(ops, case, inputs)
+
+
+def _prepare_ops(ops: ModuleType, case: Case, inputs: Inputs) -> Call:
+    """The call of ``ops``: of ``astrai_triton``, or of ``cuda_ref``, which has the same."""
     if isinstance(inputs, RotaryInputs):
 
         def rotate() -> Result:
@@ -116,7 +122,17 @@ def _prepare_triton(case: Case, inputs: Inputs) -> Call:
 
 
 def _why_not_cuda_ref(case: Case, device: torch.device) -> str | None:
-    return "this version has no CUDA reference kernels"
+    if device.type != "cuda":
+        return "on a CPU the CUDA reference simulates every thread of a GPU; its time says nothing"
+    from cuda_ref import why_not
+
+    return why_not("cuda")
+
+
+def _prepare_cuda_ref(case: Case, inputs: Inputs) -> Call:
+    from cuda_ref import ops
+
+    return _prepare_ops(ops, case, inputs)
 
 
 def _why_not_dense_only(name: str, case: Case) -> str | None:

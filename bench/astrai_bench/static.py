@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from astrai_bench.addresses import find_narrow_products
 from astrai_bench.disassembly import count_loads, list_mma_kinds, read_usage
 from astrai_bench.errors import BenchError
 from astrai_bench.occupancy import find_occupancy
-from astrai_bench.pipeline import find_scalar_dots, measure_loop, measure_pipeline
+from astrai_bench.pipeline import measure_loop, measure_pipeline
+from astrai_bench.static_rules import Fault, find_faults
 
 if TYPE_CHECKING:
     from astrai_triton.ops.launch import Arch, Variant
@@ -26,8 +26,6 @@ FAMILIES = (
 """Modules whose ``list_variants(arch)`` together list everything the library compiles. ``FP_FUSION`` of such
 a module says whether its launches let the compiler contract products and sums."""
 
-FAULT_KINDS = ("compile", "spill", "shared", "mma", "pipeline", "address")
-
 
 @attrs.frozen(eq=False)
 class Listed:
@@ -35,15 +33,6 @@ class Listed:
 
     variant: Variant
     has_fp_fusion: bool
-
-
-@attrs.frozen
-class Fault:
-    """What ``--check`` refuses."""
-
-    kind: str
-    """One of ``FAULT_KINDS``."""
-    text: str
 
 
 @attrs.frozen
@@ -110,7 +99,7 @@ def examine_variant(listed: Listed, arch: Arch) -> KernelReport:
     # Triton's compiler raises whatever its passes and ptxas raise, and the report is about just that.
     except Exception as error:  # noqa: BLE001 - the report shows it as a fault of the kernel
         return KernelReport(
-            variant.name, arch.name, version, faults=(Fault("compile", _describe_refusal(error)),)
+            variant.name, arch.name, version, faults=(Fault("compile", describe_refusal(error)),)
         )
     usage, shared = read_usage(compiled.asm["cubin"]), compiled.metadata.shared
     occupancy = find_occupancy(arch, usage.registers, shared, config.num_warps)
@@ -134,7 +123,7 @@ def examine_variant(listed: Listed, arch: Arch) -> KernelReport:
         tile_bytes=work.load_bytes,
         tile_flops=work.flops,
     )
-    return attrs.evolve(report, faults=tuple(_find_faults(report, variant, arch, compiled.asm)))
+    return attrs.evolve(report, faults=find_faults(report, variant, arch, compiled.asm))
 
 
 def compile_variant(listed: Listed, arch: Arch) -> Any:
@@ -155,34 +144,12 @@ def compile_variant(listed: Listed, arch: Arch) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch.capability, 32), options=options)
 
 
-def _find_faults(report: KernelReport, variant: Variant, arch: Arch, asm: dict[str, Any]) -> Iterator[Fault]:
-    if report.spill_bytes:
-        yield Fault("spill", f"{report.spill_bytes} bytes of registers per thread spill to local memory")
-    if report.shared_bytes > arch.shared_bytes:
-        yield Fault(
-            "shared", f"{report.shared_bytes} bytes of shared memory; a CTA has at most {arch.shared_bytes}"
-        )
-    if variant.uses_dot and _is_narrow(variant):
-        scalar_dots = find_scalar_dots(asm["ttgir"])
-        for text in scalar_dots:
-            yield Fault("mma", text)
-        if not report.mma and not scalar_dots:
-            yield Fault("mma", "16-bit inputs and no matrix instruction at all")
-    if variant.uses_dot and report.tiles_in_flight < report.num_stages - 1:
-        yield Fault(
-            "pipeline",
-            f"{report.tiles_in_flight} tiles in flight, wanted stages - 1 = {report.num_stages - 1}; "
-            "carry the next tile's addresses through the loop",
-        )
-    for text in find_narrow_products(asm["ttir"]):
-        yield Fault("address", text)
+def describe_refusal(error: Exception) -> str:
+    """The line that says why, without what differs from run to run.
 
-
-def _is_narrow(variant: Variant) -> bool:
-    return any(re.match(r"\*(fp16|bf16|fp8)", str(kind)) for kind in variant.signature.values())
-
-
-def _describe_refusal(error: Exception) -> str:
-    """The last line that says something; the lines before it are source text or a command."""
+    ptxas puts its errors before the command and the whole kernel; Triton's own passes end with their reason.
+    """
     lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+    reasons = [match[1] for line in lines if (match := re.match(r"ptxas .*?; error\s*: (.*)", line))]
+    reason = (reasons or lines[-1:] or [""])[0]
+    return f"{type(error).__name__}: {reason}".removesuffix(": ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 _EXPLAINED = ("decode", "prefill", "paged-decode", "paged-prefill")
 # A table cut to the width of a pipe would be of no use to what reads it.
 _PIPE_WIDTH = 200
+# Each has torch and a compiler in memory, about half a gigabyte.
+_MOST_WORKERS = 8
 
 
 @click.command(short_help="Compile every kernel without a GPU: registers, spills, occupancy, MMA.")
@@ -35,7 +38,7 @@ _PIPE_WIDTH = 200
 )
 @click.option("--check", is_flag=True, help="Show only what is wrong; status 1 if anything is.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of text.")
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Compiling processes.")
+@click.option("--workers", type=click.IntRange(1), help="Compiling processes. [one a CPU, at most 8]")
 @click.option(
     "--explain", type=click.Choice(_EXPLAINED), help="Show one call instead: grid, waves, roofline."
 )
@@ -57,15 +60,16 @@ def static(
     globs: tuple[str, ...],
     check: bool,
     as_json: bool,
-    workers: int,
+    workers: int | None,
     explain: str | None,
     **shape: Any,
 ) -> None:
     """Compile every variant of every kernel and show what came of it.
 
     --check refuses spills, more shared memory than the architecture has, products of 16-bit tiles without
-    matrix instructions, fewer tiles in flight than stages - 1, and address products that may overflow
-    32 bits.
+    matrix instructions (without wgmma from 64 rows on sm_90), fewer tiles in flight than stages - 1, decode
+    with fewer than 2 tiles or, on sm_90, 32 KB a multiprocessor in flight, and address products that may
+    overflow 32 bits.
     """
     capabilities = [int(name.removeprefix("sm_")) for name in ARCHES if not arches or name in arches]
     if explain is not None:
@@ -73,7 +77,7 @@ def static(
             raise click.UsageError("--explain shows one call; leave out --check and --variant")
         _explain(explain, capabilities if arches else [90], as_json, shape)
         return
-    reports = _collect(globs or ("*",), capabilities, workers)
+    reports = _collect(globs or ("*",), capabilities, workers or min(os.cpu_count() or 1, _MOST_WORKERS))
     _show(reports, is_check=check, as_json=as_json)
 
 

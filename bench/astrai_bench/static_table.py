@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from astrai_bench.static import Fault, KernelReport
+from astrai_bench.static import KernelReport
+from astrai_bench.static_rules import Fault
 
 _COLUMNS = (
     "arch",

@@ -4,6 +4,10 @@ Requests, each with a ``capability``, 90 for sm_90: ``{"list": null}`` for the n
 ``{"examine": name}`` for a report, ``{"plan": case}`` for the launches of an ``astrai_bench.cases.Case``.
 Started by ``astrai_bench.compilation`` with the modules that list the variants as arguments, since a kernel
 is compiled or interpreted according to the environment it was imported in.
+
+A process lists for every architecture and compiles for one. Triton 3.6 keeps how it converts fp8 in static
+tables that the first kernel fills: what follows for another architecture has that one's conversions, so that
+sm_80 gets instructions it does not have, or sm_90 gets slow ones and the report shows a kernel nobody runs.
 """
 
 from __future__ import annotations
@@ -26,13 +30,27 @@ def main(families: tuple[str, ...]) -> None:
     # Compilers print; what they print must not end up between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    compiled_for: int | None = None
     for line in sys.stdin:
+        request = json.loads(line)
         try:
-            answer = _answer(json.loads(line), families)
+            if "list" not in request:
+                compiled_for = _pin(compiled_for, request["capability"])
+            answer = _answer(request, families)
         except BenchError as error:
             answer = {"error": str(error)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _pin(compiled_for: int | None, capability: int) -> int:
+    """The one architecture of this process."""
+    if compiled_for not in (None, capability):
+        raise BenchError(
+            f"capability: wanted {compiled_for}, which this process compiled for before, got {capability}; "
+            "start another process"
+        )
+    return capability
 
 
 def _answer(request: dict[str, Any], families: tuple[str, ...]) -> dict[str, Any]:

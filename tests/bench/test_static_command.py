@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 from click.testing import CliRunner, Result
 
+from astrai_bench import compilation
+from astrai_bench.static import KernelReport
+from astrai_bench.static_rules import Fault
 from astrai_server.cli import main
 
 
@@ -24,6 +28,25 @@ def test_the_table_has_a_row_per_kernel_and_counts_faults() -> None:
         ["merge_states_h32_d128_fp32", "sm_90"],
     ]
     assert lines[-1].startswith("2 variants, 2 kernels, Triton ")
+
+
+def test_a_check_of_kernels_with_a_fault_ends_with_status_1_and_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good = KernelReport(variant="decode_x", arch="sm_90", triton="3.9.0", registers=88)
+    bad = attrs.evolve(good, arch="sm_80", faults=(Fault("spill", "8 bytes spill"),))
+    reports = [good]
+    monkeypatch.setattr(compilation, "collect_reports", lambda *args, **options: reports)
+    done = _run("--check")
+    assert (done.exit_code, done.stdout) == (0, "1 variants, 1 kernels, Triton 3.9.0, faults: none\n")
+    reports.append(bad)
+    done = _run("--check")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines() == [
+        "spill: 8 bytes spill (decode_x on sm_80)",
+        "1 variants, 2 kernels, Triton 3.9.0, faults: 1",
+    ]
+    assert _run().exit_code == 0
 
 
 def test_served_attention_keeps_its_promises_on_hopper() -> None:
