@@ -31,8 +31,8 @@ nox.options.stop_on_first_error = True
 
 SOURCES = ["astrai_triton", "cuda_ref", "server", "bench", "tests", "noxfile.py"]
 
-# What "static" compiles unless told otherwise. On every architecture: every kernel in every dtype, of one head
-# shape and the kind that the engine launches. Where tiles differ most: the other kinds and head shapes.
+# What "static" compiles unless told otherwise. On every architecture: every kernel in every dtype, of one
+# head shape and the kind that the engine launches. Where tiles differ most: the other kinds and head shapes.
 STATIC_EVERYWHERE = [
     "decode_paged_split_h32_8_d128_128_*",
     "prefill_paged_g4_d128_*",
