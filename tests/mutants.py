@@ -267,6 +267,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "slot * k_stride_t",
         APPEND + " -k slices",
     ),
+    Mutant(
+        "fp8 pools without their range",
+        "kernels/rotary.py",
+        "tl.minimum(tl.maximum(x.to(tl.float32) * inverse_scale, -limit), limit)",
+        "x.to(tl.float32) * inverse_scale",
+        APPEND + " -k fp8",
+    ),
+    Mutant(
+        "fp8 v with the scale of k",
+        "kernels/append.py",
+        "offs_h, heads, inverse_v_scale",
+        "offs_h, heads, inverse_k_scale",
+        APPEND + " -k fp8",
+    ),
 )
 
 

@@ -263,7 +263,7 @@ def attend_prefill_kernel(
             tile = (offs_q // Q_TILE).to(tl.int64)
             place = (pid_b * max_places + tile * splits + split) * Q_TILE + offs_q % Q_TILE
             part = place * num_q_heads + q_heads  # [BLOCK_M]
-            tl.store(o_part_ptr + part[:, None] * VALUE_DIM + offs_v[None, :], acc, mask=keep_o)
+            tl.store(point_rows(o_part_ptr, part, VALUE_DIM, offs_v, 16), acc, mask=keep_o)
             tl.store(ml_part_ptr + part * 2, score_max, mask=keep_m)
             tl.store(ml_part_ptr + part * 2 + 1, score_sum, mask=keep_m)
             return

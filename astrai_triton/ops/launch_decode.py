@@ -40,23 +40,32 @@ def decode_config(
     that share a multiprocessor have more than 32 KB in flight.
     """
     columns = pad_block(head_dim) + pad_block(value_dim)
+    is_small = arch.shared_bytes < 128 * 1024
     # float32 products have no matrix instruction: a thread holds what it multiplies.
     block_m = min(pad_block(group), 64) if q_itemsize < 4 else 16
+    # 64 rows over fp8 spilled 8 bytes on sm_120 (Triton 3.6, 2026-11-30).
+    if is_small and kv_itemsize == 1:
+        block_m = min(block_m, 32)
     # fp8 is widened in registers: 64 keys of it spilled (Triton 3.6 and 3.9, sm_90, 2026-11-30).
     most_keys = 16 if q_itemsize == 4 else 32 if kv_itemsize == 1 else 64
-    is_small = arch.shared_bytes < 128 * 1024
     tile_bytes = 16384 if is_small else 32768
     block_n = 1 << (tile_bytes // (columns * kv_itemsize)).bit_length() - 1
-    # Four warps spilled with these: many rows of output, float32, and fp8 on sm_120 (3.9, 2026-11-30).
     has_wide_rows = block_m > 16 and block_m * columns > 4096
     # 64 keys of 8 warps spilled there on sm_100 alone (3.9, 2026-11-30).
     if has_wide_rows and arch.name == "sm_100":
         most_keys = min(most_keys, 32)
+    # Four warps spilled with many rows of output, with float32 (sm_90 on 3.6; padded heads on sm_120) and with
+    # fp8 on sm_120; eight with float32 beyond 256 columns (sm_80), and where a CTA may have 99 KB with other
+    # float32 and padded fp8 (3.9, 2026-11-30).
+    is_padded = pad_block(head_dim) > head_dim
+    is_float = q_itemsize == 4 and columns < 512 and (is_padded or not is_small)
+    is_fp8 = kv_itemsize == 1 and is_small and not is_padded
     return KernelConfig(
         block_m=block_m,
         block_n=max(16, min(block_n, most_keys)),
-        num_warps=8 if has_wide_rows or q_itemsize == 4 or (is_small and kv_itemsize == 1) else 4,
-        num_stages=3,
+        num_warps=8 if has_wide_rows or is_float or is_fp8 else 4,
+        # One CTA a multiprocessor, and a tile of fp8 has half the bytes.
+        num_stages=5 if has_wide_rows and kv_itemsize == 1 else 3,
     )
 
 

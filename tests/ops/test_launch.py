@@ -24,13 +24,13 @@ def test_two_tiles_of_every_shape_are_in_flight_within_shared_memory(arch: launc
         config = decode_config(arch, head_dim, value_dim, group, q_itemsize, kv_itemsize)
         columns = launch.pad_block(head_dim) + launch.pad_block(value_dim)
         tile_bytes = config.block_n * columns * kv_itemsize
-        assert config.num_stages == 3
+        assert config.num_stages >= 3
         # Both tiles, and the q that passes through shared memory before them.
         q_bytes = config.block_m * launch.pad_block(head_dim) * q_itemsize
-        assert 2 * tile_bytes + q_bytes <= arch.shared_bytes
+        assert (config.num_stages - 1) * tile_bytes + q_bytes <= arch.shared_bytes
         # Wider groups are no longer bound by memory.
         if group <= 20:
-            assert 2 * tile_bytes * (arch.shared_bytes // (2 * tile_bytes + q_bytes)) >= 32768
+            assert (config.num_stages - 1) * tile_bytes * (arch.shared_bytes // ((config.num_stages - 1) * tile_bytes + q_bytes)) >= 32768
         assert decode_chunk(group, 1, kv_itemsize) % config.block_n == 0
 
 
