@@ -165,12 +165,6 @@ def cross(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Attack a server that serves canaries meanwhile; ``-- --long`` takes more time."""
-    session.run(
-        sys.executable,
-        "-m",
-        "chaos",
-        *session.posargs,
-        external=True,
-        env={"PYTHONPATH": str(Path("tests").resolve())},
-    )
+    """Attack a real server process; arguments (--long, --seed N, --only PHASE, --logs DIR) go to it."""
+    paths = os.pathsep.join(filter(None, ["tests", os.environ.get("PYTHONPATH", "")]))
+    session.run(sys.executable, "-m", "chaos", *session.posargs, external=True, env={"PYTHONPATH": paths})

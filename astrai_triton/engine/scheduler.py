@@ -226,14 +226,22 @@ class InferenceScheduler:
                 future.set_exception(error)
 
     def _end_all(self, error: BaseException | None) -> None:
-        """End every task, with ``error`` or as cancelled; the pool gets everything back."""
+        """End every task of the stepper, and all others where there is no next step, with ``error`` or as
+        cancelled; the pool gets everything back."""
         while self._calls and not self.is_alive:
             _, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineUnavailableError("the engine was shut down"))
-        arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-        self._cancelled.clear()
-        self._close(self._stepper.end_all("error" if error else "cancelled", error, arrived))
+        arrived: list[Task] = []
+        if not self.is_alive:
+            # What arrived while a step failed was not in it: where there is a next step, that takes it in.
+            arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+            self._cancelled.clear()
+        self._stepper.end_all("error" if error else "cancelled", error, arrived)
+        with self._lock:
+            # Not counted down: the step that failed may have cleaned tasks up without saying so.
+            self._num_open = len(self._arrived)
+            self._lock.notify_all()
 
     def _close(self, num_ended: int) -> None:
         if num_ended:

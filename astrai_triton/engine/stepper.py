@@ -97,9 +97,8 @@ class Stepper:
 
     def end_all(
         self, reason: FinishReason, error: BaseException | None = None, arrived: Sequence[Task] = ()
-    ) -> int:
-        """End every task, those that just arrived too; the pool gets everything back. Returns how many there
-        were."""
+    ) -> None:
+        """End every task, those that just arrived too; the pool gets everything back."""
         tasks = [*self.running, *self._admission.waiting.clear(), *arrived]
         self.running.clear()
         self._prefilling.clear()
@@ -115,7 +114,6 @@ class Stepper:
                     # The other tasks must still hear of their end.
                     logger.exception("the pages of task %s could not be freed", task.handle.id)
         self._announce()
-        return len(tasks)
 
     @property
     def has_work(self) -> bool:

@@ -81,7 +81,10 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer what never reached the application: mostly bytes that are not HTTP."""
         if status >= 500:
-            self.log_exception("a request failed outside of the application", exc_info=exc)
+            # A client that resets its connection in the middle of a body is no fault, and reads no answer.
+            is_gone = self.transport is None or self.transport.is_closing()
+            if not (is_gone and isinstance(exc, ConnectionError)):
+                self.log_exception("a request failed outside of the application", exc_info=exc)
             text, code = "internal error", "internal_error"
         else:
             text, code = "this is not an HTTP request that can be read", "malformed_request"
@@ -93,7 +96,11 @@ class Connection(web.RequestHandler):
         """Give the error body to what aiohttp refuses before it asks the application."""
         if isinstance(resp, web.HTTPException):
             resp = explain(resp).as_response(new_request_id())
-        return await super().finish_response(request, resp, start_time)
+        finished = await super().finish_response(request, resp, start_time)
+        if request.content.exception() is not None:
+            # aiohttp would read on, to keep the connection, and log the exception as one that nobody handled.
+            self.force_close()
+        return finished
 
     def _start_clock(self) -> None:
         loop = asyncio.get_running_loop()

@@ -99,7 +99,7 @@ def describe_api(*, validation_status: int = 422, has_debug: bool = False) -> Js
         "paths": paths,
         "security": [{}, {"bearer": []}, {"header": []}],
         "components": {
-            "schemas": schemas.components | _ANSWERS,
+            "schemas": {**schemas.components, **_ANSWERS},
             "responses": {str(status): _describe_error(status) for status in _ERRORS},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},

@@ -190,10 +190,12 @@ def _read_docs(kind: type) -> dict[str, str]:
     except OSError:
         return {}
     docs = {}
-    for node, after in pairwise(next(ast.iter_child_nodes(tree)).body):  # type: ignore[attr-defined]
-        is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            docs[node.target.id] = _format(after.value.value)
+    body = [node for item in tree.body if isinstance(item, ast.ClassDef) for node in item.body]
+    for node, after in pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            text = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                docs[node.target.id] = _format(text.value)
     return docs
 
 

@@ -1,0 +1,1 @@
+"""Chaos: everything at once against a real server process, beside canaries whose answers must not change."""
