@@ -111,6 +111,33 @@ class TaskHandle:
             self._has_ended = event.finish_reason is not None
         return events
 
+    def take_texts(self) -> list[str]:
+        """Texts of the leading events at hand that are a token and no more; the quick way through a stream.
+
+        It ends before an event that says more, and before a token whose text cannot be decoded; ``take`` has
+        those.
+        """
+        events, texts = self._events, list[str]()
+        if self._decoder is None or self._has_ended:
+            return texts
+        push = self._decoder.push
+        while events:
+            posted = events[0]
+            if not isinstance(posted, int):
+                break
+            try:
+                texts.append(push(posted))
+            except Exception:  # noqa: BLE001 - take() finds and tells it
+                break
+            events.popleft()
+        self._num_tokens += len(texts)
+        return texts
+
+    @property
+    def has_events(self) -> bool:
+        """Whether ``take`` would return something."""
+        return bool(self._events)
+
     def _read(self, posted: TokenEvent | int) -> TokenEvent:
         """The event that was posted, with its text if that is left to this side."""
         decoder = self._decoder

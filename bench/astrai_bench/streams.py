@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +16,7 @@ import attrs
 
 from astrai_bench.errors import BenchError
 from astrai_bench.scripted import ByteTokenizer, TableModel
+from astrai_bench.stream_client import END
 from astrai_triton.engine import InferenceEngine
 
 STEP_S = 0.004
@@ -29,8 +30,14 @@ class StreamTimes:
     num_streams: int
     num_tokens: int
     cpu_us: float
-    user_us: float
-    """Of these in user space: what is not the kernel's sending, receiving and waking."""
+    send_us: float
+    """What bare sockets cost for the same bytes to the same clients in the same run: system calls, and waking
+    the clients' process."""
+
+    @property
+    def own_us(self) -> float:
+        """What HTTP and SSE add to that."""
+        return self.cpu_us - self.send_us
 
 
 def time_streams(num_streams: int, num_tokens: int) -> StreamTimes:
@@ -51,23 +58,49 @@ def time_streams(num_streams: int, num_tokens: int) -> StreamTimes:
         _serve(engine) as (port, call),
     ):
         _run_clients(port, 1, 8)
-        before = call(_read_cpu)
+        before = call(time.thread_time)
         num_read = _run_clients(port, num_streams, num_tokens)
-        after = call(_read_cpu)
+        after = call(time.thread_time)
     if num_read != num_streams * num_tokens:
         raise BenchError(f"streams: wanted {num_streams * num_tokens} tokens, the clients got {num_read}")
-    user_s, system_s = after[0] - before[0], after[1] - before[1]
     return StreamTimes(
         num_streams=num_streams,
         num_tokens=num_tokens,
-        cpu_us=(user_s + system_s) / num_read * 1e6,
-        user_us=user_s / num_read * 1e6,
+        cpu_us=(after - before) / num_read * 1e6,
+        send_us=_time_sends(num_streams, num_tokens) / num_read * 1e6,
     )
 
 
-def _read_cpu() -> tuple[float, float]:
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
-    return usage.ru_utime, usage.ru_stime
+def _time_sends(num_streams: int, num_tokens: int) -> float:
+    """CPU seconds of a thread that sends what the server would, step by step, from plain sockets."""
+    # A chunk of a chat completion, in its chunk of HTTP.
+    frame = b'ce\r\ndata: {"content":"x"}'.ljust(210, b"x") + b"\n\n\r\n"
+    spent: list[float] = []
+
+    def serve(listener: socket.socket) -> None:
+        peers = [listener.accept()[0] for _ in range(num_streams)]
+        for peer in peers:
+            peer.recv(1 << 16)
+            # The chunk with the role.
+            peer.send(frame)
+        started = time.thread_time()
+        for _ in range(num_tokens):
+            for peer in peers:
+                peer.send(frame)
+            time.sleep(STEP_S)
+        spent.append(time.thread_time() - started)
+        for peer in peers:
+            peer.send(END)
+            peer.close()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=num_streams) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        _run_clients(listener.getsockname()[1], num_streams, num_tokens)
+        thread.join(30)
+    if not spent:
+        raise BenchError("streams: the bare sockets were not served to the end within 30 s")
+    return spent[0]
 
 
 def _run_clients(port: int, num_streams: int, num_tokens: int) -> int:

@@ -228,14 +228,15 @@ async def _send_stream(http: web.Request, frames: FrameStream, report: Report) -
     if not isinstance(connection, Connection) or transport is None:
         raise ConnectionResetError("the client is gone")
 
-    def write(data: bytes) -> None:
+    is_chunked, send = response.chunked, transport.write
+
+    def write(data: bytes) -> bool:
         # Headers are out by now, and nothing else writes to this response until its end.
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if response.chunked else data)
+        send(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+        return connection.is_full
 
     timeout_s = http.app[SETTINGS].limits.write_timeout_s
-    is_read = await frames.push(
-        write, lambda: connection.is_full, lambda: connection.wait_for_room(timeout_s)
-    )
+    is_read = await frames.push(write, lambda: connection.wait_for_room(timeout_s))
     if not is_read:
         logger.warning("a client left its stream unread for %g s and is cut off", timeout_s)
         transport.abort()

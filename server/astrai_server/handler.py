@@ -31,6 +31,8 @@ class Report:
     prompt_tokens: int | None = None
     """None until the request is admitted."""
     last_event: TokenEvent | None = None
+    num_tokens: int = 0
+    """Tokens that the answer has so far."""
     finish: str | None = None
 
     @property
@@ -40,7 +42,7 @@ class Report:
         return Usage(
             prompt_tokens=self.prompt_tokens or 0,
             cached_tokens=event.cached_tokens if event is not None else 0,
-            completion_tokens=event.completion_tokens if event is not None else 0,
+            completion_tokens=self.num_tokens,
         )
 
     def __str__(self) -> str:
@@ -158,6 +160,7 @@ class ProtocolHandler:
             task,
             self._builder,
             note=self._note,
+            note_tokens=self._note_tokens,
             conclude=lambda last: self._conclude(task, last),
             give_up=self._give_up,
             request_id=self._request_id,
@@ -166,9 +169,17 @@ class ProtocolHandler:
     def _give_up(self) -> None:
         self.report.finish = self.report.finish or "error"
 
+    def _note_tokens(self, count: int) -> None:
+        report = self.report
+        report.num_tokens += count
+        report.last_token = time.perf_counter()
+        if report.first_token is None:
+            report.first_token = report.last_token
+
     def _note(self, last: TokenEvent) -> None:
         report = self.report
         report.last_event = last
+        report.num_tokens = last.completion_tokens
         report.last_token = time.perf_counter()
         if report.first_token is None:
             report.first_token = report.last_token

@@ -27,6 +27,7 @@ class FrameStream:
         task: what answers it.
         builder: the protocol.
         note: is told of the last event of each write.
+        note_tokens: is told how many tokens a write brought that are no events.
         conclude: makes the outcome of the last event; raises where that is no answer.
         give_up: is told that the last frame is an error.
         request_id: id for logs and error frames.
@@ -39,6 +40,7 @@ class FrameStream:
         builder: ResponseBuilder[Any, Any],
         *,
         note: Callable[[TokenEvent], None],
+        note_tokens: Callable[[int], None],
         conclude: Callable[[TokenEvent], Outcome],
         give_up: Callable[[], None],
         request_id: str,
@@ -47,6 +49,7 @@ class FrameStream:
         self._task = task
         self._builder = builder
         self._note = note
+        self._note_tokens = note_tokens
         self._conclude = conclude
         self._give_up = give_up
         self._request_id = request_id
@@ -65,15 +68,13 @@ class FrameStream:
 
     async def push(
         self,
-        write: Callable[[bytes], None],
-        is_full: Callable[[], bool],
+        write: Callable[[bytes], bool],
         wait_for_room: Callable[[], Coroutine[Any, Any, bool]],
     ) -> bool:
         """Write all that follows ``start`` as events come, without a task switch per token.
 
         Args:
-            write: takes bytes at once.
-            is_full: whether the reader is behind, so that no more should be written.
+            write: takes bytes at once, and says whether the reader is behind, so that no more should follow.
             wait_for_room: waits until it has caught up; False gives it up. Events wait in the task meanwhile.
 
         Returns:
@@ -86,11 +87,8 @@ class FrameStream:
             def advance(stopped: asyncio.Future[None] = stopped) -> None:
                 if stopped.done():
                     return
-                events = self._task.take()
-                data = self.encode(events) if events else b""
-                if data:
-                    write(data)
-                if self.is_done or is_full():
+                data = self._encode_at_hand()
+                if (data and write(data)) or self.is_done:
                     stopped.set_result(None)
 
             self._task.attach(advance)
@@ -101,6 +99,25 @@ class FrameStream:
             if not self.is_done and not await wait_for_room():
                 return False
         return True
+
+    def _encode_at_hand(self) -> bytes:
+        """Frames of what the task has posted."""
+        task = self._task
+        texts = task.take_texts()
+        data = self._encode_texts(texts) if texts else b""
+        if task.has_events and not self.is_done:
+            data += self.encode(task.take())
+        return data
+
+    def _encode_texts(self, texts: Sequence[str]) -> bytes:
+        try:
+            self._note_tokens(len(texts))
+            context, format_chunk = self._context, self._builder.format_chunk
+            if len(texts) == 1:
+                return format_chunk(context, texts[0]) if texts[0] else b""
+            return b"".join([format_chunk(context, text) for text in texts if text])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the stream ends
+            return self._end_with(error)
 
     def start(self) -> bytes:
         """What stands before the first token."""
