@@ -54,9 +54,9 @@ def decode_config(
     # 64 keys of 8 warps spilled there on sm_100 alone (3.9, 2026-11-30).
     if has_wide_rows and arch.name == "sm_100":
         most_keys = min(most_keys, 32)
-    # Four warps spilled with many rows of output, with float32 (sm_90 on 3.6; padded heads on sm_120) and with
-    # fp8 on sm_120; eight with float32 beyond 256 columns (sm_80), and where a CTA may have 99 KB with other
-    # float32 and padded fp8 (3.9, 2026-11-30).
+    # Four warps spilled with many rows of output, with float32 (sm_90 on 3.6; padded heads on sm_120) and
+    # with fp8 on sm_120; eight with float32 beyond 256 columns (sm_80), and where a CTA may have 99 KB with
+    # other float32 and padded fp8 (3.9, 2026-11-30).
     is_padded = pad_block(head_dim) > head_dim
     is_float = q_itemsize == 4 and columns < 512 and (is_padded or not is_small)
     is_fp8 = kv_itemsize == 1 and is_small and not is_padded

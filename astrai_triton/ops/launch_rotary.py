@@ -12,9 +12,6 @@ from astrai_triton.kernels.rotary import rotate_qk_kernel
 from astrai_triton.ops.launch import FP8_DTYPES, TRITON_TYPES, Arch, KernelConfig, Variant, pad_block
 from astrai_triton.ops.variant import describe_variant
 
-MAX_HEAD_DIM = 1024
-"""Widest head: one row of a tile must fit into the registers of a program."""
-
 FP_FUSION = False
 """A product and a sum stay two roundings: memory-bound anyway, and the bits are those of the interpreter."""
 

@@ -14,15 +14,15 @@ from astrai_triton.ops.check import (
     check_float,
     check_ints,
     check_pool_dtype,
-    check_rows,
     check_scale,
     check_shape,
     take_out,
 )
+from astrai_triton.ops.check_rotary import MAX_HEAD_DIM as MAX_HEAD_DIM
+from astrai_triton.ops.check_rotary import check_freqs, check_heads
 from astrai_triton.ops.launch import arch_of, on_device, pad_block, row_alignment
 from astrai_triton.ops.launch_rotary import (
     FP_FUSION,
-    MAX_HEAD_DIM,
     choose_rotary,
     count_blocks,
     rotary_constexprs,
@@ -62,8 +62,8 @@ def rotary_emb(
         ValueError: shapes, strides or devices that do not fit, an unknown pairing, x requires a gradient.
     """
     arch_of(x.device)
-    _check_heads("x", x)
-    freqs_cis = _check_freqs(freqs_cis, x, "x", pairing)
+    check_heads("x", x)
+    freqs_cis = check_freqs(freqs_cis, x, "x", pairing)
     out = take_out(out, x.shape, x.dtype, x.device)
     is_in_place = out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
     _launch_rotate(x, None, freqs_cis, out, None, pairing, is_in_place)
@@ -87,9 +87,9 @@ def rotary_qk_(
         ValueError: shapes, strides or devices that do not fit, an unknown pairing, a gradient is required.
     """
     arch_of(q.device)
-    _check_heads("q", q)
-    _check_heads("k", k)
-    freqs_cis = _check_freqs(freqs_cis, q, "q", pairing)
+    check_heads("q", q)
+    check_heads("k", k)
+    freqs_cis = check_freqs(freqs_cis, q, "q", pairing)
     check_shape("k", k, (*q.shape[:-2], "Hk", q.shape[-1]))
     for name, tensor in (("q", q), ("k", k)):
         take_out(tensor, tensor.shape, q.dtype, q.device, name)
@@ -137,9 +137,9 @@ def rotary_append_(
     arch = arch_of(q.device)
     check_shape("q", q, ("T", "Hq", "D"))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_heads(name, tensor)
+        check_heads(name, tensor)
     tokens, q_heads, head_dim = q.shape
-    freqs_cis = _check_freqs(freqs_cis, q, "q", pairing)
+    freqs_cis = check_freqs(freqs_cis, q, "q", pairing)
     check_shape("k", k, (tokens, "Hkv", head_dim))
     kv_heads, value_dim = k.shape[1], v.shape[-1]
     check_shape("v", v, (tokens, kv_heads, "Dv"))
@@ -214,53 +214,6 @@ def _launch_rotate(
             num_stages=config.num_stages,
             enable_fp_fusion=FP_FUSION,
         )  # fmt: skip
-
-
-def _check_heads(name: str, x: torch.Tensor) -> None:
-    check_float(name, x)
-    if x.dim() not in (3, 4):
-        raise ValueError(
-            f"{name}: wanted [T, H, D] or [B, L, H, D], got {list(x.shape)}; flatten or unsqueeze it"
-        )
-    if x.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name}: wanted a head_dim of at most {MAX_HEAD_DIM}, got {x.shape[-1]}; slice the rotated part"
-        )
-    check_rows(name, x, x.device)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name}: wanted a tensor without gradient, got one that requires it; use torch.no_grad(), or "
-            "apply_rotary_emb, which is differentiable"
-        )
-
-
-def _check_freqs(freqs_cis: torch.Tensor, x: torch.Tensor, name: str, pairing: str) -> torch.Tensor:
-    """The table with the leading dimensions of x, as a view."""
-    if pairing not in ("adjacent", "half"):
-        raise ValueError(f"pairing: wanted 'adjacent' or 'half', got {pairing!r}; spell it so")
-    check_float("freqs_cis", freqs_cis, (torch.float32,))
-    check_device("freqs_cis", freqs_cis, x.device)
-    shape, leading = freqs_cis.shape, x.shape[:-2]
-    if len(shape) < 2 or shape[-1] != 2 or not 2 <= 2 * shape[-2] <= x.shape[-1]:
-        raise ValueError(
-            f"freqs_cis: wanted [..., rotary_dim / 2, 2] of (cos, sin), rotary_dim from 2 to the head_dim of "
-            f"{name}, {x.shape[-1]}, got {list(shape)}; look the table up by position"
-        )
-    if freqs_cis.stride(-1) != 1 or (shape[-2] > 1 and freqs_cis.stride(-2) != 2):
-        raise ValueError(
-            f"freqs_cis: wanted contiguous (cos, sin) pairs, got strides {freqs_cis.stride()}; "
-            "call .contiguous() on it"
-        )
-    if shape[:-2] == leading:
-        return freqs_cis
-    if len(shape) - 2 > len(leading) or any(
-        have not in (1, want) for have, want in zip(reversed(shape[:-2]), reversed(leading), strict=False)
-    ):
-        raise ValueError(
-            f"freqs_cis: wanted leading dimensions {list(leading)} of {name} without heads, or broadcastable "
-            f"to them, got {list(shape[:-2])}; look the table up by the positions of {name}"
-        )
-    return freqs_cis.expand(*leading, *shape[-2:])
 
 
 def _count_programs(name: str, tokens: int, heads: tuple[int, ...], block: int) -> int:

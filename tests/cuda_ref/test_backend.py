@@ -92,7 +92,7 @@ def test_without_the_package_it_is_unavailable(
         ({"q": ROWS.clone().requires_grad_()}, "no backward; use torch.no_grad"),
         (
             {"sinks": torch.zeros(2).double()},
-            "takes sinks in float16, bfloat16 or float32, got torch.float64",
+            "take sinks in float16, bfloat16 or float32, got torch.float64",
         ),
         ({}, None),
     ],

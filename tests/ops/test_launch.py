@@ -30,7 +30,9 @@ def test_two_tiles_of_every_shape_are_in_flight_within_shared_memory(arch: launc
         assert (config.num_stages - 1) * tile_bytes + q_bytes <= arch.shared_bytes
         # Wider groups are no longer bound by memory.
         if group <= 20:
-            assert (config.num_stages - 1) * tile_bytes * (arch.shared_bytes // ((config.num_stages - 1) * tile_bytes + q_bytes)) >= 32768
+            assert (config.num_stages - 1) * tile_bytes * (
+                arch.shared_bytes // ((config.num_stages - 1) * tile_bytes + q_bytes)
+            ) >= 32768
         assert decode_chunk(group, 1, kv_itemsize) % config.block_n == 0
 
 
