@@ -168,3 +168,14 @@ def chaos(session: nox.Session) -> None:
     """Attack a real server process; arguments (--long, --seed N, --only PHASE, --logs DIR) go to it."""
     paths = os.pathsep.join(filter(None, ["tests", os.environ.get("PYTHONPATH", "")]))
     session.run(sys.executable, "-m", "chaos", *session.posargs, external=True, env={"PYTHONPATH": paths})
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """A million operations on engines that fail, and 201 pairs of real answers; not by default."""
+    env = {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
+    arguments = session.posargs or ["--operations", "1000000", "--seed", "0", "--check-every", "10"]
+    session.run(sys.executable, "-m", "soak", *arguments, external=True, env=env)
+    pairs = ["tests/end_to_end/test_exactness.py", "-s"]
+    env["ASTRAI_EXACTNESS_REQUESTS"] = "67"
+    session.run(sys.executable, "-m", "pytest", *pairs, external=True, env=env)

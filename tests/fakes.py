@@ -10,6 +10,7 @@ import codecs
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from astrai_triton.errors import ChatTemplateError
@@ -113,23 +114,23 @@ class ScriptedModel:
         if self.on_forward is not None:
             self.on_forward(contexts)
         last_row_to_request = {int(end) - 1: b for b, end in enumerate(kv_cache.qo_indptr[1:])}
-        logits = torch.zeros(len(logits_rows), VOCAB)
+        logits = torch.full((len(logits_rows), VOCAB), -20.0 if self.spread else 0.0)
         for i, row in enumerate(logits_rows.tolist()):
             context = contexts[last_row_to_request[row]]
             if self.spread:
                 generator = torch.Generator().manual_seed(hash(context) & 0xFFFFFFFF)
-                logits[i] = torch.rand(VOCAB, generator=generator) * self.spread
-                logits[i, 128:] = -20.0
+                logits[i, :128] = torch.rand(128, generator=generator) * self.spread
             logits[i, self.script(context)] += 8.0
         return logits
 
     def _read(self, kv_cache: KVCache, b: int) -> Context:
         kv_len = int(kv_cache.seq_lens[b])
         assert kv_len == kv_cache.kv_lens[b]
-        slots = kv_cache.req_to_token[int(kv_cache.req_pool_indices[b]), :kv_len].long()
-        assert bool((slots >= 0).all()), "a position that is read has no slot"
-        assert kv_cache.v_buffer[0, slots, 0, 0].tolist() == list(range(kv_len)), "K/V of another position"
-        return tuple(int(token_id) for token_id in kv_cache.k_buffer[0, slots, 0, 0].tolist())
+        slots = kv_cache.req_to_token.numpy()[int(kv_cache.req_pool_indices[b]), :kv_len]
+        assert int(slots.min(initial=0)) >= 0, "a position that is read has no slot"
+        positions = kv_cache.v_buffer.numpy()[0, slots, 0, 0]
+        assert bool((positions == np.arange(kv_len)).all()), "K/V of another position"
+        return tuple(kv_cache.k_buffer.numpy()[0, slots, 0, 0].astype(np.int64).tolist())
 
 
 class ByteDetokenizer:
