@@ -8,10 +8,13 @@ import time
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
+import torch
 
-from astrai_bench.scripted import ByteTokenizer, TableModel
+from astrai_bench.scripted import VOCAB, ByteTokenizer, TableModel
 from astrai_triton.engine import InferenceEngine, SamplingParams, TaskHandle
 from astrai_triton.engine.budget import PolicyName
+from astrai_triton.engine.sample_plan import SamplePlan
 
 _WARM_STEPS = 30
 _PROMPT_LEN = 24
@@ -28,6 +31,13 @@ class StepTimes:
     p99_us: float
     model_us: float
     """What the forward took; not in the others."""
+    sampling_us: float
+    """Of the mean, what drawing the tokens takes: torch operations, timed alone on the same shapes."""
+
+    @property
+    def scheduling_us(self) -> float:
+        """The rest of the mean: admission, slots, plan, hand-over."""
+        return self.mean_us - self.sampling_us
 
 
 def time_steps(num_tasks: int, num_steps: int, *, temperature: float = 0.0) -> StepTimes:
@@ -70,7 +80,22 @@ def time_steps(num_tasks: int, num_steps: int, *, temperature: float = 0.0) -> S
         p50_us=samples[len(samples) // 2] * 1e6,
         p99_us=samples[int(len(samples) * 0.99)] * 1e6,
         model_us=statistics.fmean(forwards) * 1e6,
+        sampling_us=_time_sampling(num_tasks, params, num_steps) * 1e6,
     )
+
+
+def _time_sampling(num_tasks: int, params: SamplingParams, num_steps: int) -> float:
+    """CPU seconds of drawing one token of each task, mean."""
+    plan = SamplePlan([params] * num_tasks, [1] * num_tasks, VOCAB, torch.device("cpu"))
+    logits = torch.rand(num_tasks, VOCAB, generator=torch.Generator().manual_seed(2))
+    positions = np.arange(num_tasks)
+    with torch.inference_mode():
+        for _ in range(_WARM_STEPS):
+            plan.draw(logits, positions).tolist()
+        started = time.thread_time()
+        for _ in range(num_steps):
+            plan.draw(logits, positions).tolist()
+    return (time.thread_time() - started) / num_steps
 
 
 def _make_prompt(i: int) -> list[int]:
