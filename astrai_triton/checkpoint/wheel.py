@@ -142,7 +142,7 @@ def _hash(source: IO[bytes], sink: IO[bytes] | None, phase: str, total: int, rep
 
 
 def _has_pip() -> bool:
-    # Not by find_spec: setuptools takes a look for pip for pip's own start, gives up its distutils, and cannot
+    # Not by find_spec: setuptools takes such a look for the start of pip, gives up its distutils, and cannot
     # be imported by this process afterwards.
     try:
         importlib.metadata.distribution("pip")
