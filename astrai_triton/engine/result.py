@@ -69,6 +69,8 @@ class TaskHandle:
         """What was posted and not read. An int is a sampled token and no more."""
         self._decoder: TextDecoder | None = None
         self._num_tokens = 0
+        self._fault: Exception | None = None
+        """Of the decoder, not told yet."""
         self._has_ended = False
         self._has_started = False
         self._ready: threading.Event | None = None
@@ -97,15 +99,16 @@ class TaskHandle:
     def take(self) -> list[TokenEvent]:
         """Events at hand, without waiting."""
         events: list[TokenEvent] = []
+        fault, self._fault = self._fault, None
+        if fault is not None and not self._has_ended:
+            events.append(self._fail(fault))
         for _ in range(len(self._events)):
             posted = self._events.popleft()
             if self._has_ended:
                 continue
             try:
                 event = self._read(posted)
-            except Exception as error:
-                # Of the decoder; what the scheduler makes of the task from here on is of no interest.
-                logger.exception("the text of task %s could not be decoded", self.id)
+            except Exception as error:  # noqa: BLE001 - of the decoder; it ends this task and no other
                 event = self._fail(error)
             events.append(event)
             self._has_ended = event.finish_reason is not None
@@ -118,25 +121,26 @@ class TaskHandle:
         those.
         """
         events, texts = self._events, list[str]()
-        if self._decoder is None or self._has_ended:
+        if self._decoder is None or self._has_ended or self._fault is not None:
             return texts
         push = self._decoder.push
         while events:
             posted = events[0]
             if not isinstance(posted, int):
                 break
+            events.popleft()
             try:
                 texts.append(push(posted))
-            except Exception:  # noqa: BLE001 - take() finds and tells it
+            except Exception as error:  # noqa: BLE001 - take() tells it
+                self._fault = error
                 break
-            events.popleft()
         self._num_tokens += len(texts)
         return texts
 
     @property
     def has_events(self) -> bool:
         """Whether ``take`` would return something."""
-        return bool(self._events)
+        return bool(self._events) or self._fault is not None
 
     def _read(self, posted: TokenEvent | int) -> TokenEvent:
         """The event that was posted, with its text if that is left to this side."""
@@ -159,7 +163,10 @@ class TaskHandle:
         return attrs.evolve(posted, text=text)
 
     def _fail(self, error: Exception) -> TokenEvent:
+        """The end of a task whose text cannot be decoded, whatever the scheduler makes of it."""
+        logger.error("the text of task %s could not be decoded", self.id, exc_info=error)
         self.cancel()
+        self._has_ended = True
         return TokenEvent(
             finish_reason="error",
             error=error,

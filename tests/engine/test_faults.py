@@ -75,6 +75,35 @@ def test_a_fault_in_the_tokenizer_ends_only_its_task(monkeypatch: pytest.MonkeyP
     assert_nothing_held(engine)
 
 
+def test_a_fault_of_the_decoder_on_the_quick_way_ends_the_task_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine()
+
+    class BreaksOnce:
+        num_pushed = 0
+
+        def push(self, token_id: int) -> str:
+            self.num_pushed += 1
+            if self.num_pushed == 4:
+                raise RuntimeError("injected")
+            return chr(token_id)
+
+        def flush(self) -> str:
+            return ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.tokenizer, "detokenizer", BreaksOnce)
+        handle = engine.submit([97], GREEDY)
+    engine.step()
+    num_read = len(handle.take())
+    run_all(engine)
+    assert len(handle.take_texts()) == 3 - num_read
+    assert handle.take_texts() == []
+    assert handle.has_events
+    assert [event.finish_reason for event in handle.take()] == ["error"]
+    assert not handle.take()
+    assert_nothing_held(engine)
+
+
 def test_a_fault_in_alloc_after_admission_ends_only_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine()
     bad, good = engine.submit([97], GREEDY), engine.submit([98] * 9, GREEDY)
