@@ -254,7 +254,11 @@ class Stepper:
         try:
             for i in growing:
                 self._pool.extend(batch.leases[i], len(batch.tasks[i].tokens))
-        except Exception:  # noqa: BLE001 - whoever is at fault is found out when they are tried one by one
+        except OutOfPagesError:
+            return False
+        except Exception:
+            # They are tried one by one now; a fault that is gone by then shows here alone.
+            logger.warning("slots for %d tasks could not be taken", len(growing), exc_info=True)
             return False
         batch.note_growth(growing)
         return True
@@ -264,11 +268,10 @@ class Stepper:
             self._observer.run([Chunk(task, 1) for task in batch.tasks])
         try:
             token_ids, ids, sampled = self._runner.decode(batch)
-        except Exception as error:
-            logger.warning("a step of %d tasks failed; each runs alone now", len(batch.tasks), exc_info=error)
+        except Exception as error:  # noqa: BLE001 - a fault belongs to the task that causes it
             self._batches = None
-            for task in batch.tasks:
-                self._forward_and_advance([Chunk(task, 1)])
+            for chunk, token in self._isolate([Chunk(task, 1) for task in batch.tasks], error):
+                self._advance(chunk, token)
             return
         if sampled is None and self._observer is None and batch.advance(ids):
             self._stats.total_tokens += len(ids)
@@ -309,20 +312,25 @@ class Stepper:
         return [chunk for chunk in granted if chunk.task.lease is not None]
 
     def _forward(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, SampledToken | None]]:
-        """Run ``chunks`` together; if that fails, one by one, so that only those that fail alone end with an
-        error."""
+        """Run ``chunks`` together; if that fails, one by one."""
         try:
             sampled = iter(self._runner.run(chunks))
-        except Exception as error:
-            if len(chunks) == 1:
-                self._fail(chunks[0].task, error)
-                return
-            logger.warning("a forward of %d tasks failed; each runs alone now", len(chunks), exc_info=error)
-            for chunk in chunks:
-                yield from self._forward([chunk])
+        except Exception as error:  # noqa: BLE001 - a fault belongs to the task that causes it
+            yield from self._isolate(chunks, error)
             return
         for chunk in chunks:
             yield chunk, next(sampled) if chunk.is_last else None
+
+    def _isolate(
+        self, chunks: Sequence[Chunk], error: Exception
+    ) -> Iterator[tuple[Chunk, SampledToken | None]]:
+        """Run one by one what failed together, so that only those that fail alone end with an error."""
+        if len(chunks) == 1:
+            self._fail(chunks[0].task, error)
+            return
+        logger.warning("a forward of %d tasks failed; each runs alone now", len(chunks), exc_info=error)
+        for chunk in chunks:
+            yield from self._forward([chunk])
 
     def _advance(self, chunk: Chunk, token: SampledToken | None) -> None:
         """Take note that a chunk has run, and of the token sampled after it."""

@@ -95,8 +95,7 @@ def _prepare(provider: CrossProvider, device: torch.device) -> Availability:
         return Availability(provider=provider.name, status="unavailable", reason=reason)
     try:
         provider.prepare(device)
-    # A broken build shows in the table and in the exit status; the others are still compared.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - shown in the table and the exit status; the others still run
         return Availability(provider=provider.name, status="failed", reason=_describe(error))
     return Availability(provider=provider.name, status="ready")
 
@@ -145,8 +144,7 @@ def run_case(case: CrossCase, providers: Sequence[CrossProvider], device: torch.
             continue
         try:
             given, violations = _run_provider(provider, case, device, reference)
-        # Whatever an implementation raises is a finding about it, and the others are still compared.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - a finding about it; the others are still compared
             runs.append(Run(provider=provider.name, status="failed", reason=_describe(error)))
             continue
         outputs[provider.name] = given, provider.roundings if case.is_attention else 1

@@ -96,11 +96,11 @@ def test_what_the_compiler_refuses_is_a_fault_with_its_reason(reports: dict[str,
 
 def test_a_refusal_of_ptxas_is_told_by_its_reason_and_not_by_its_command() -> None:
     printed = """PTXAS error
-ptxas /tmp/tmp1.ptx, line 469; error   : Feature 'mul.bf16x2' requires .target sm_90 or higher
-ptxas /tmp/tmp1.ptx, line 470; error   : Feature 'mul.bf16x2' requires .target sm_90 or higher
+ptxas kernel.ptx, line 469; error   : Feature 'mul.bf16x2' requires .target sm_90 or higher
+ptxas kernel.ptx, line 470; error   : Feature 'mul.bf16x2' requires .target sm_90 or higher
 ptxas fatal   : Ptx assembly aborted due to errors
 
-Repro command: ptxas --gpu-name=sm_80 /tmp/tmp1.ptx
+Repro command: ptxas --gpu-name=sm_80 kernel.ptx
 """
     told = describe_refusal(RuntimeError(printed))
     assert told == "RuntimeError: Feature 'mul.bf16x2' requires .target sm_90 or higher"
