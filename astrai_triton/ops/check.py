@@ -154,6 +154,25 @@ def check_scale(name: str, scale: float | None, dtype: torch.dtype) -> None:
         raise ValueError(f"{name}: wanted a finite number > 0, got {scale!r}; read tensors beforehand")
 
 
+def check_new(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    new_k: torch.Tensor | None,
+    new_v: torch.Tensor | None,
+) -> None:
+    """The rows that decode appends: both or neither, of the dtype of q and the heads of the pool."""
+    if new_k is None and new_v is None:
+        return
+    if new_k is None or new_v is None:
+        missing = "new_k" if new_k is None else "new_v"
+        raise ValueError(f"{missing}: wanted together with its partner, got None; pass both or neither")
+    for name, tensor, buffer in (("new_k", new_k, k_buffer), ("new_v", new_v, v_buffer)):
+        check_float(name, tensor, (q.dtype,))
+        check_shape(name, tensor, (q.shape[0], *buffer.shape[1:]))
+        check_rows(name, tensor, q.device)
+
+
 def check_options(
     q: torch.Tensor,
     softmax_scale: float | None,

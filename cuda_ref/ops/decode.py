@@ -9,8 +9,8 @@ import torch
 from astrai_triton.ops.check import (
     UNBOUNDED,
     check_bools,
-    check_float,
     check_ints,
+    check_new,
     check_options,
     check_rows,
     check_shape,
@@ -159,7 +159,7 @@ def attn_paged_decode(
         check_rows(name, tensor, q.device)
     if mask is not None:
         check_bools("mask", mask, ("sum of kv_len",), q.device)
-    _check_new(q, k_buffer, v_buffer, new_k, new_v)
+    check_new(q, k_buffer, v_buffer, new_k, new_v)
     context = req_to_token.shape[1]
     check_length("req_to_token", context)
     if max_kv_len is None:
@@ -235,21 +235,3 @@ def _take_parts(
             tensor.flatten()[: torch.Size(shape).numel()] for tensor, shape in zip(taken, shapes, strict=True)
         )
     return o_part, ml_part
-
-
-def _check_new(
-    q: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    new_k: torch.Tensor | None,
-    new_v: torch.Tensor | None,
-) -> None:
-    if new_k is None and new_v is None:
-        return
-    if new_k is None or new_v is None:
-        missing = "new_k" if new_k is None else "new_v"
-        raise ValueError(f"{missing}: wanted together with its partner, got None; pass both or neither")
-    for name, tensor, buffer in (("new_k", new_k, k_buffer), ("new_v", new_v, v_buffer)):
-        check_float(name, tensor, (q.dtype,))
-        check_shape(name, tensor, (q.shape[0], *buffer.shape[1:]))
-        check_rows(name, tensor, q.device)
