@@ -11,6 +11,7 @@ A bad argument is a plain ``ValueError`` or ``TypeError``. Everything else is on
     │   └── WeightsMismatchError    missing, surplus or misshapen tensors
     ├── TokenizerError              the tokenizer's files are missing or of an unknown kind
     ├── ChatTemplateError           the chat template is broken or refused the conversation
+    ├── GrammarError                a grammar is malformed, unsupported or unsatisfiable, or a token breaks it
     ├── BackendError                (also a RuntimeError)
     │   ├── UnknownBackendError     no attention backend has that name
     │   └── UnsupportedCallError    the chosen backend cannot run this call; says why
@@ -64,6 +65,10 @@ class TokenizerError(AstraiError):
 
 class ChatTemplateError(AstraiError):
     """The chat template is broken or refused the conversation."""
+
+
+class GrammarError(AstraiError):
+    """A grammar is malformed, unsupported or unsatisfiable, or a token breaks it."""
 
 
 class BackendError(AstraiError, RuntimeError):

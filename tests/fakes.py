@@ -7,6 +7,7 @@ slot that is shared wrongly, written twice or lost changes the text.
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,10 +114,12 @@ class ScriptedModel:
         self.forwards.append(kv_cache.q_lens)
         if self.on_forward is not None:
             self.on_forward(contexts)
-        last_row_to_request = {int(end) - 1: b for b, end in enumerate(kv_cache.qo_indptr[1:])}
+        starts = kv_cache.qo_indptr.tolist()
         logits = torch.full((len(logits_rows), VOCAB), -20.0 if self.spread else 0.0)
         for i, row in enumerate(logits_rows.tolist()):
-            context = contexts[last_row_to_request[row]]
+            b = bisect_right(starts, row) - 1
+            # What the row has seen: nothing after itself.
+            context = contexts[b][: kv_cache.kv_lens[b] - (starts[b + 1] - 1 - row)]
             if self.spread:
                 generator = torch.Generator().manual_seed(hash(context) & 0xFFFFFFFF)
                 logits[i, :128] = torch.rand(128, generator=generator) * self.spread
@@ -155,6 +158,8 @@ class ByteTokenizer:
     stop_ids = frozenset({EOS})
     special_tokens: Mapping[str, int] = {"<|end|>": EOS}
     chat_template = "scripted"
+    renders_tools = False
+    tool_format = None
 
     def encode(self, text: str, *, add_bos: bool | None = None, allow_special: bool = False) -> list[int]:
         return list(text.encode())

@@ -2,7 +2,7 @@
 
 from astrai_triton.engine.engine import InferenceEngine
 from astrai_triton.engine.params import SamplingParams
-from astrai_triton.engine.result import FinishReason, GenerateResult, TaskHandle, TokenEvent
+from astrai_triton.engine.result import FinishReason, GenerateResult, TaskHandle, TokenEvent, TokenLogprob
 from astrai_triton.engine.sampling import (
     BaseSamplingStrategy,
     SamplingPipeline,
@@ -12,6 +12,7 @@ from astrai_triton.engine.sampling import (
     sample,
 )
 from astrai_triton.engine.scheduler import InferenceScheduler
+from astrai_triton.engine.stats import StepHistogram
 from astrai_triton.engine.stops import StopMatcher
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "InferenceScheduler",
     "SamplingParams",
     "SamplingPipeline",
+    "StepHistogram",
     "StopMatcher",
     "TaskHandle",
     "TemperatureStrategy",
     "TokenEvent",
+    "TokenLogprob",
     "TopKStrategy",
     "TopPStrategy",
     "sample",

@@ -43,6 +43,15 @@ class Admission:
         for task in arrived:
             self.waiting.push(task, unmetered)
 
+    def release_forks(self) -> None:
+        """Let tasks start that waited for another to compute their prompt, if it has or has ended."""
+        for task in self.waiting.release():
+            leader, task.leader = task.leader, None
+            scores = None if leader is None else leader.prompt_scores
+            if scores is not None and scores.is_complete:
+                task.prompt_scores = scores
+            self._blocked = None
+
     def restore(self, task: Task) -> None:
         """Take back a task that was preempted."""
         self.waiting.restore(task)
@@ -88,7 +97,7 @@ class Admission:
 
     def _start(self, task: Task, running: Sequence[Task]) -> bool:
         """Give ``task`` a row and its cached prefix, if there is room for the rest of it."""
-        lease = self._pool.open(task.tokens, task.salt)
+        lease = self._pool.open(_select_findable(task), task.salt)
         if lease is None:
             return False
         # Held from here on, so that a fault below cannot lose it.
@@ -111,6 +120,15 @@ class Admission:
             task.cached_tokens = lease.cached_len
             task.handle.mark_started(task.cached_tokens)
         return True
+
+
+def _select_findable(task: Task) -> list[int]:
+    """Tokens to look up in the prefix cache: a cached token gives no logits, so nothing beyond what is
+    scored."""
+    scores = task.prompt_scores
+    if scores is None or scores.is_complete:
+        return task.tokens
+    return task.tokens[: scores.num_known]
 
 
 def _count_unmetered(running: Sequence[Task]) -> dict[str | None, int]:

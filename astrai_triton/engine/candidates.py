@@ -83,7 +83,8 @@ class Candidates:
         logits = self.logits
         num = logits.shape[1] if num is None else num
         if num <= MAX_SEARCHED:
-            self._columns, self._logits = _search(logits, num)
+            ids, self._logits = _search(logits, num)
+            self._columns = _Searched(ids, logits.shape[1])
             self._top = self._logits[:, :1]
         else:
             self._columns, self._logits = _sort(logits)
@@ -235,6 +236,21 @@ def take_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return columns.gather(1, inside.argmax(dim=1, keepdim=True)), largest.gather(1, block)
 
 
+def take_best(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row, largest first, ties lower id first: those of -inf too.
+
+    Args:
+        logits: [B, V] float32.
+        num: 1 to min(V, ``MAX_SEARCHED``).
+
+    Returns:
+        ids [B, num] int64 and values [B, num] float32. NaN, if any, comes first.
+    """
+    # Ties are told apart by lowering each value by a share of its size, which -inf has not.
+    ids, _ = _search(logits.clamp(min=torch.finfo(torch.float32).min), num)
+    return ids, logits.gather(1, ids)
+
+
 @functools.lru_cache(maxsize=16)
 def _arange(num: int, device: torch.device) -> Tensor:
     """0 to num - 1, [num] int64."""
@@ -271,8 +287,8 @@ def _order_keys(values: Tensor, weights: Tensor) -> Tensor:
     return keys.addcmul_(keys.abs(), weights)
 
 
-def _search(logits: Tensor, num: int) -> tuple[_Searched, Tensor]:
-    """The ``num`` best of each row and their logits [B, num]. NaN, if any, comes first.
+def _search(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Ids of the ``num`` best of each row and their logits, [B, num] each. NaN, if any, comes first.
 
     The k best lie in the k blocks whose best come first, so only those blocks are searched.
     """
@@ -280,12 +296,12 @@ def _search(logits: Tensor, num: int) -> tuple[_Searched, Tensor]:
     weights = _tie_weights(num_columns, logits.device)
     if 2 * num * _TOP_K_BLOCK > num_columns:
         ids = _order_keys(logits, weights).topk(num).indices
-        return _Searched(ids, num_columns), logits.gather(1, ids)
+        return ids, logits.gather(1, ids)
     largest = reduce_blocks(logits, _TOP_K_BLOCK, torch.amax)
     blocks = _order_keys(largest, weights[: largest.shape[1]]).topk(num).indices
     columns, inside = _expand_blocks(logits, blocks, _TOP_K_BLOCK, -math.inf)
     best = _order_keys(inside, weights.take(columns)).topk(num).indices
-    return _Searched(columns.gather(1, best), num_columns), inside.gather(1, best)
+    return columns.gather(1, best), inside.gather(1, best)
 
 
 def _sort(logits: Tensor) -> tuple[_Sorted, Tensor]:

@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
-from astrai_triton.backend import current_backend
 from astrai_triton.cache import PagePool, PrefixReport, explain_prefix
 from astrai_triton.engine.budget import POLICIES, PolicyName
 from astrai_triton.engine.graphs import capture_decode
+from astrai_triton.engine.intake import Intake, TextCodec
 from astrai_triton.engine.model import Model
 from astrai_triton.engine.observer import Observer
 from astrai_triton.engine.params import SamplingParams, merge_params
 from astrai_triton.engine.queue import MAX_OVERTAKEN
-from astrai_triton.engine.result import GenerateResult, TaskHandle, TextDecoder, TokenEvent
+from astrai_triton.engine.result import GenerateResult, TaskHandle, TokenEvent
 from astrai_triton.engine.runner import ModelRunner
-from astrai_triton.engine.sampling import SamplingPipeline, check_vocab
+from astrai_triton.engine.sampling import SamplingPipeline
 from astrai_triton.engine.scheduler import InferenceScheduler
-from astrai_triton.engine.stats import describe_stats
-from astrai_triton.engine.stops import StopMatcher
-from astrai_triton.engine.task import Task, select_stop_ids
-from astrai_triton.errors import ContextLengthError, PoolTooSmallError, TaskError
-
-
-class TextCodec(Protocol):
-    """What the engine asks of a tokenizer."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def detokenizer(self) -> TextDecoder: ...
+from astrai_triton.engine.stats import StepHistogram, describe_stats
+from astrai_triton.engine.task import Task
+from astrai_triton.errors import TaskError
+from astrai_triton.grammar.spec import Grammar
 
 
 class InferenceEngine:
-    """Continuous batching behind a plain interface. Use as a context
-    manager.
+    """Continuous batching behind a plain interface. Use as a context manager.
 
     Args:
         model: the decoder.
@@ -141,6 +127,14 @@ class InferenceEngine:
             max_overtaken=max_overtaken,
             observer=observer,
         )
+        self._intake = Intake(
+            tokenizer,
+            self.pool,
+            vocab_size=config.vocab_size,
+            max_seq_len=max_seq_len,
+            max_queue=max_queue,
+            cancel=self._scheduler.cancel,
+        )
         if observer is not None:
             observer.open(
                 {
@@ -178,11 +172,7 @@ class InferenceEngine:
             ContextLengthError: the prompt fills the context.
             PoolTooSmallError: the prompt fills the KV pool.
         """
-        if prompt_len >= self.max_seq_len:
-            raise ContextLengthError(prompt_len, self.max_seq_len)
-        if prompt_len >= self.pool.capacity_tokens:
-            raise PoolTooSmallError(prompt_len + 1, self.pool.capacity_tokens)
-        return self.pool.capacity_tokens - prompt_len
+        return self._intake.room_for(prompt_len)
 
     def submit(
         self,
@@ -206,54 +196,64 @@ class InferenceEngine:
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter.
+            GrammarError: ``params.grammar`` is malformed or not supported.
             AdmissionError: too long (``ContextLengthError``), larger than the pool (``PoolTooSmallError``),
-            queue full
-                (``QueueFullError``) or engine not running (``EngineUnavailableError``).
+                queue full (``QueueFullError``) or engine not running (``EngineUnavailableError``).
         """
-        params = params if params is not None else SamplingParams()
-        tokens = self._check_prompt(prompt_ids)
-        check_vocab(params, self.vocab_size)
-        room = self.room_for(len(tokens))
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if max_tokens > self.max_seq_len - len(tokens):
-            raise ContextLengthError(len(tokens) + max_tokens, self.max_seq_len)
-        if max_tokens > room:
-            raise PoolTooSmallError(len(tokens) + max_tokens, self.pool.capacity_tokens)
-        task_id = request_id if request_id is not None else uuid.uuid4().hex
-        handle = TaskHandle(task_id, len(tokens), params, lambda: self._scheduler.cancel(task))
-        task = Task(
-            handle=handle,
-            params=params,
-            prompt_len=len(tokens),
-            max_tokens=max_tokens,
-            tokens=tokens,
-            seed=params.seed if params.seed is not None else secrets.randbits(63),
-            stop_ids=select_stop_ids(params, self.tokenizer.stop_ids),
-            text_decoder=self.tokenizer.detokenizer(),
-            stops=StopMatcher(params.stop),
-            arrival=0,
-            key=key,
-            salt=salt,
-            backend=current_backend(),
-            callback=callback,
+        tokens = self._intake.check_prompt(prompt_ids)
+        tasks = self._intake.build(
+            [tokens], params, request_id=request_id, key=key, salt=salt, callback=callback
         )
+        return self._enqueue(tasks)[0]
+
+    def submit_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        request_id: str | None = None,
+        key: str | None = None,
+        salt: str | None = None,
+    ) -> list[TaskHandle]:
+        """Queue ``n`` choices of each prompt: all are accepted, or none.
+
+        Choices fork where equal prompts share pages: once the first has computed the prompt, or has ended,
+        the others start and find it in the prefix cache.
+
+        Args:
+            prompts: at least one, each as for ``submit``.
+            params: how to sample; choice j of a prompt has seed ``params.seed + j``.
+            n: choices of each prompt, >= 1.
+            request_id: name of the tasks in logs, which append a number each where there are several.
+            key, salt: as for ``submit``.
+
+        Returns:
+            Choices 0 to n - 1 of the first prompt, then those of the second, and so on.
+
+        Raises:
+            ValueError: besides a bad argument, more tasks than the queue ever holds.
+            TypeError, GrammarError, AdmissionError: as ``submit``.
+        """
+        intake = self._intake
+        checked = [intake.check_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+        return self._enqueue(intake.build(checked, params, n=n, request_id=request_id, key=key, salt=salt))
+
+    def _enqueue(self, tasks: Sequence[Task]) -> list[TaskHandle]:
         # Arrival numbers and the queue must agree on the order.
         with self._submitting:
-            task.arrival = next(self._arrivals)
-            self._scheduler.submit(task)
-        return handle
+            for task in tasks:
+                task.arrival = next(self._arrivals)
+            self._scheduler.submit(tasks)
+        return [task.handle for task in tasks]
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
-        tokens = list(prompt_ids)
-        if not tokens:
-            raise ValueError("prompt_ids: wanted at least one token, got an empty prompt")
-        for token_id in tokens:
-            if type(token_id) is not int:
-                raise TypeError(f"prompt_ids: wanted ints, got {token_id!r} ({type(token_id).__name__})")
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            outside = next(token_id for token_id in tokens if not 0 <= token_id < self.vocab_size)
-            raise ValueError(f"prompt_ids: wanted ids in 0..{self.vocab_size - 1}, got {outside}")
-        return tokens
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Check a grammar and keep it compiled, or ``submit`` does it; the first time loads the compiler.
+
+        Raises:
+            GrammarError: the grammar is malformed or not supported.
+        """
+        self._intake.compile(grammar)
 
     @overload
     def generate(
@@ -308,7 +308,8 @@ class InferenceEngine:
         handles: list[TaskHandle] = []
         try:
             for i, text in enumerate(prompts):
-                handles.append(self._submit_text(text, params, _bind_index(result, i)))
+                ids = self.tokenizer.encode(text)
+                handles.append(self.submit(ids, params, callback=_bind_index(result, i)))
         except BaseException:
             _cancel_all(handles)
             raise
@@ -330,7 +331,7 @@ class InferenceEngine:
         Raises:
             As ``generate``.
         """
-        handle = self._submit_text(prompt, merge_params(params, fields), None)
+        handle = self.submit(self.tokenizer.encode(prompt), merge_params(params, fields))
         try:
             async for event in handle.events():
                 if event.text:
@@ -339,11 +340,6 @@ class InferenceEngine:
                     raise TaskError(f"task {handle.id} failed: {event.error}") from event.error
         finally:
             handle.cancel()
-
-    def _submit_text(
-        self, text: str, params: SamplingParams, callback: Callable[[TokenEvent], None] | None
-    ) -> TaskHandle:
-        return self.submit(self.tokenizer.encode(text), params, callback=callback)
 
     def step(self) -> None:
         """Run one step in the calling thread; only for an engine made with ``start=False``."""
@@ -354,6 +350,10 @@ class InferenceEngine:
         scheduler = self._scheduler
         return describe_stats(scheduler.stats, self.pool.stats(), scheduler.running, scheduler.num_waiting)
 
+    def step_histogram(self) -> StepHistogram:
+        """Durations of all steps so far, the model's time included; cheap, from any thread."""
+        return self._scheduler.stats.histogram()
+
     def explain_prefix(self, prompt_ids: Sequence[int], salt: str | None = None) -> Future[PrefixReport]:
         """Say what the prefix cache would give a prompt now. Takes nothing; answered before the next step.
 
@@ -361,7 +361,7 @@ class InferenceEngine:
             ValueError, TypeError: a bad prompt.
             EngineUnavailableError: the engine is not running.
         """
-        tokens, pool = self._check_prompt(prompt_ids), self.pool
+        tokens, pool = self._intake.check_prompt(prompt_ids), self.pool
         return self._scheduler.call(lambda: explain_prefix(pool.radix, pool.page_size, tokens, salt))
 
     def drain(self, timeout_s: float | None = None) -> bool:

@@ -8,8 +8,12 @@ from typing import Any
 
 import attrs
 
+from astrai_triton.grammar.spec import Grammar
+
 # Below this temperature the most likely token is always taken.
 GREEDY_BELOW = 1e-5
+# Alternatives that may be reported with a token: what clients of either protocol may ask for.
+MAX_TOP_LOGPROBS = 20
 
 
 def _in_range(low: float, high: float) -> Any:
@@ -31,6 +35,12 @@ def _count(low: int) -> Any:
             raise ValueError(f"{attribute.name}: wanted >= {low}, got {value}")
 
     return check
+
+
+def _num_alternatives(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    _count(0)(None, attribute, value)
+    if value > MAX_TOP_LOGPROBS:
+        raise ValueError(f"{attribute.name}: wanted 0 to {MAX_TOP_LOGPROBS}, got {value}")
 
 
 def _flag(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -60,6 +70,13 @@ def _bias(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         _in_range(-100.0, 100.0)(None, attribute, bias)
 
 
+def _grammar(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, Grammar):
+        raise TypeError(
+            f"{attribute.name}: wanted a Grammar (of Grammar.json_schema, lark or regex), got {value!r}"
+        )
+
+
 def _to_tuple(value: Any) -> Any:
     """A tuple of what is iterable, a lone string being one item. Anything else is for the validator."""
     if isinstance(value, str):
@@ -76,7 +93,7 @@ def _to_frozen(value: Any) -> Any:
 class SamplingParams:
     """How one task is sampled and when it ends. Immutable.
 
-    Order of the sampler: penalties, logit_bias, temperature, top-k, top-p, min-p, draw.
+    Order of the sampler: penalties, logit_bias, grammar, temperature, top-k, top-p, min-p, draw.
 
     Raises:
         TypeError: a field has the wrong type (a bool is not a number).
@@ -113,6 +130,20 @@ class SamplingParams:
     """Go on through the tokenizer's stop ids; ``stop_token_ids`` still end."""
     logprobs: bool = attrs.field(default=False, validator=_flag)
     """Report the log-probability of each sampled token (of the distribution before temperature and cuts)."""
+    top_logprobs: int = attrs.field(default=0, validator=_num_alternatives)
+    """Most likely tokens reported with each token, 0 to 20; more than 0 wants ``logprobs``."""
+    prompt_logprobs: bool = attrs.field(default=False, validator=_flag)
+    """Report the log-probabilities of the prompt's own tokens, with ``top_logprobs`` alternatives, in the
+    first event. Nothing is read from the prefix cache then: every position must pass through the model."""
+    grammar: Grammar | None = attrs.field(default=None, validator=attrs.validators.optional(_grammar))
+    """What the answer must match; tokens that would break it are never drawn."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(
+                f"top_logprobs: wanted logprobs=True beside it, got top_logprobs={self.top_logprobs} alone; "
+                "set logprobs=True, or top_logprobs=0"
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -20,11 +20,14 @@ class WaitingQueue:
     reading is next, so that one with a hundred requests and one with a single request share the engine
     evenly. A key that comes back from idleness takes up at the lowest reading of those that are not idle, at
     least: nobody saves up. Tasks of one key are in order of arrival. Preempted tasks are put in front of all
-    that have not started.
+    that have not started. A task that waits for its leader is held: it is not offered, is in nobody's way,
+    and takes the place of its arrival once it is released.
 
     Bound: whenever another task than the longest waiting one starts, the latter counts it; at
-    ``max_overtaken`` it alone is offered. So with p older tasks that have not ended, and r preemptions of
-    them, a task starts after at most ``(p + r + 1) * (max_overtaken + 1)`` starts, whatever arrives after it.
+    ``max_overtaken`` it alone is offered. So with p older tasks that have not ended, those held among them,
+    and r preemptions of them, a task starts after at most ``(p + r + 1) * (max_overtaken + 1)`` starts,
+    whatever arrives after it. A held task counts from its release. Its leader is older, so starts within the
+    bound, and then moves in every step until it has computed the prompt or ends.
 
     Args:
         max_overtaken: see above; 0 is strictly in order of arrival.
@@ -34,6 +37,7 @@ class WaitingQueue:
         self._max_overtaken = max_overtaken
         self._by_key: dict[str | None, deque[Task]] = {}
         self._preempted: list[Task] = []
+        self._held: list[Task] = []
         self._served: OrderedDict[str | None, float] = OrderedDict()
         self._size = 0
 
@@ -45,6 +49,7 @@ class WaitingQueue:
         yield from self._preempted
         for tasks in self._by_key.values():
             yield from tasks
+        yield from self._held
 
     def push(self, task: Task, running: Mapping[str | None, int]) -> None:
         """Take a task that has just arrived.
@@ -53,12 +58,29 @@ class WaitingQueue:
             task: later than any other that was pushed.
             running: key -> tokens that its running tasks were served and the meter does not show yet.
         """
-        tasks = self._by_key.get(task.key)
-        if tasks is None:
-            tasks = self._by_key[task.key] = deque()
-            self._wake_key(task.key, running)
-        tasks.append(task)
         self._size += 1
+        if task.is_held:
+            # Its leader, of the same key, waits or runs: that key is no idle one.
+            self._held.append(task)
+            return
+        if task.key not in self._by_key:
+            self._wake_key(task.key, running)
+        self._insert(task)
+
+    def release(self) -> list[Task]:
+        """Put held tasks whose leader has computed their prompt, or has ended, in their places.
+
+        Returns:
+            Those tasks, in the order of arrival.
+        """
+        if not self._held:
+            return []
+        released = [task for task in self._held if not task.is_held]
+        if released:
+            self._held = [task for task in self._held if task.is_held]
+            for task in released:
+                self._insert(task)
+        return released
 
     def restore(self, task: Task) -> None:
         """Take back a preempted task: among those like it, at its place in the order of arrival."""
@@ -110,8 +132,17 @@ class WaitingQueue:
         tasks = list(self)
         self._by_key.clear()
         self._preempted.clear()
+        self._held.clear()
         self._size = 0
         return tasks
+
+    def _insert(self, task: Task) -> None:
+        """Put a task in the order of arrival among those of its key; nearly always it is the last."""
+        tasks = self._by_key.setdefault(task.key, deque())
+        at = len(tasks)
+        while at and tasks[at - 1].arrival > task.arrival:
+            at -= 1
+        tasks.insert(at, task)
 
     def _reading(self, key: str | None, running: Mapping[str | None, int]) -> float:
         return self._served.get(key, 0.0) + running.get(key, 0)
@@ -134,6 +165,8 @@ class WaitingQueue:
     def _discard(self, task: Task) -> None:
         if task in self._preempted:
             self._preempted.remove(task)
+        elif task in self._held:
+            self._held.remove(task)
         else:
             tasks = self._by_key[task.key]
             tasks.remove(task)

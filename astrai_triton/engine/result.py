@@ -7,7 +7,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import attrs
@@ -29,6 +29,20 @@ logger = logging.getLogger("astrai.engine")
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+@attrs.frozen
+class TokenLogprob:
+    """How likely a token was, under the distribution before penalties, bias, grammar and temperature."""
+
+    token_id: int
+    logprob: float
+    """Natural log; finite, never below -9999.0."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and their ``logprob``, most likely first, ties lower id first; as many as were
+    asked for."""
+    offset: int = 0
+    """Characters of the answer's decoded text, stop string included, before this token's text."""
+
+
 @attrs.frozen(kw_only=True)
 class TokenEvent:
     """One sampled token, or the end of a task. The last event of a task, and no other, has a finish
@@ -39,7 +53,14 @@ class TokenEvent:
     text: str = ""
     """Whole characters this token released; never part of a stop string."""
     logprob: float | None = None
-    """Natural log, of the distribution before penalties and temperature; None unless asked for."""
+    """Of this event's own token, as ``TokenLogprob.logprob``; None unless asked for."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Entries of the tokens whose text, up to its end, has been released by now. Held back together with the
+    text. A token whose text begins before a stop string has one, one whose text begins later has none, nor
+    has a stop token. Joined over all events of a task: one entry a token, in order."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """In the first event only, where asked for: one entry a prompt token; None for the first, which nothing
+    predicts."""
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     """The stop string that ended the answer."""
@@ -180,7 +201,7 @@ class TaskHandle:
             for event in batch:
                 yield event
 
-    async def batches(self) -> AsyncIterator[list[TokenEvent]]:
+    async def batches(self) -> AsyncGenerator[list[TokenEvent], None]:
         """Yield all events at hand, again and again, until the last one: a slow reader gets longer lists."""
         while True:
             await self._wait(lambda: bool(self._events))

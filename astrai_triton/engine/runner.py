@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import attrs
@@ -15,7 +15,9 @@ from astrai_triton.cache import Lease, PagePool
 from astrai_triton.engine.batch import DecodeBatch
 from astrai_triton.engine.graphs import DecodeGraphs
 from astrai_triton.engine.model import Model
+from astrai_triton.engine.result import TokenLogprob
 from astrai_triton.engine.sampling import SampledToken, SamplingPipeline
+from astrai_triton.engine.scoring import score_rows
 from astrai_triton.engine.task import Task
 
 
@@ -35,6 +37,23 @@ class Chunk:
     def is_last(self) -> bool:
         """Whether the next token can be sampled after this chunk."""
         return self.end == len(self.task.tokens)
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits the task wants for the scores of its prompt."""
+        scores = self.task.prompt_scores
+        return range(0) if scores is None else scores.select_rows(self.task.num_computed, self.end)
+
+
+@attrs.frozen(eq=False)
+class Outcome:
+    """What came of a chunk."""
+
+    chunk: Chunk
+    token: SampledToken | None
+    """Sampled after it; None where it is not the last."""
+    scores: list[TokenLogprob]
+    """Of the prompt tokens that follow the positions ``chunk.scored``."""
 
 
 class ModelRunner:
@@ -67,14 +86,17 @@ class ModelRunner:
         return self._model.device
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
-        """Forward ``chunks`` (all of one attention backend) and sample the next token of those that are last.
+    def run(self, chunks: Sequence[Chunk]) -> list[Outcome]:
+        """Forward ``chunks`` (all of one attention backend), sample after those that are last, score prompts.
 
         Every task must hold slots for ``chunk.end`` tokens. Advances no task: a call that raises can be
         repeated.
 
         Returns:
-            One sampled token per chunk with ``is_last``, in order.
+            One outcome per chunk, in order.
+
+        Raises:
+            NonFiniteLogitsError: a prompt token cannot be scored.
         """
         leases: list[Lease] = []
         for chunk in chunks:
@@ -87,7 +109,12 @@ class ModelRunner:
         if logits is None:
             logits = self._forward(chunks, leases)
         rows = [chunk.task.sample_row() for chunk in chunks if chunk.is_last]
-        return self._sampler(logits, rows) if rows else []
+        sampled = iter(self._sampler(logits[: len(rows)], rows) if rows else ())
+        scores = score_chunks(logits[len(rows) :], chunks)
+        return [
+            Outcome(chunk, next(sampled) if chunk.is_last else None, scored)
+            for chunk, scored in zip(chunks, scores, strict=True)
+        ]
 
     @torch.inference_mode()
     def decode(self, batch: DecodeBatch) -> tuple[torch.Tensor, list[int], list[SampledToken] | None]:
@@ -127,14 +154,14 @@ class ModelRunner:
         return graphs.run(leases, [chunk.end for chunk in chunks], token_ids)
 
     def _forward(self, chunks: Sequence[Chunk], leases: Sequence[Lease]) -> torch.Tensor:
-        """Logits of the last row of each last chunk."""
+        """Logits of the last row of each last chunk, then those of all rows to be scored."""
         q_lens = [chunk.length for chunk in chunks]
         kv_cache = self._pool.bind_tasks(leases, q_lens, [chunk.end for chunk in chunks])
-        token_ids, positions, last_rows = _pack_rows(chunks)
+        token_ids, positions, logits_rows = _pack_rows(chunks)
         backend = chunks[0].task.backend
         with attn_backend(backend) if backend is not None else nullcontext():
             return self._model(
-                self._to_device(token_ids), self._to_device(positions), kv_cache, self._to_device(last_rows)
+                self._to_device(token_ids), self._to_device(positions), kv_cache, self._to_device(logits_rows)
             )
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -144,12 +171,15 @@ class ModelRunner:
 def _pack_rows(
     chunks: Sequence[Chunk],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Token ids ``[T]``, positions ``[T]`` and the row of each last chunk's last token ``[R]``."""
+    """Token ids ``[T]``, positions ``[T]`` and the rows to give logits for ``[R]``: the last one of each last
+    chunk, then those to be scored."""
     token_ids: list[int] = []
     positions: list[int] = []
     last_rows: list[int] = []
+    scored_rows: list[int] = []
     for chunk in chunks:
         start, end = chunk.task.num_computed, chunk.end
+        scored_rows.extend(len(token_ids) + position - start for position in chunk.scored)
         token_ids.extend(chunk.task.tokens[start:end])
         positions.extend(range(start, end))
         if chunk.is_last:
@@ -157,8 +187,19 @@ def _pack_rows(
     return (
         np.array(token_ids, dtype=np.int64),
         np.array(positions, dtype=np.int64),
-        np.array(last_rows, dtype=np.int64),
+        np.array(last_rows + scored_rows, dtype=np.int64),
     )
+
+
+def score_chunks(logits: torch.Tensor, chunks: Sequence[Chunk]) -> Iterator[list[TokenLogprob]]:
+    """Scores that each chunk gives its prompt, from the logits of all rows to be scored ``[R, vocab]``."""
+    first = 0
+    for chunk in chunks:
+        scored = chunk.scored
+        rows = logits[first : first + len(scored)]
+        first += len(scored)
+        following = chunk.task.tokens[scored.start + 1 : scored.stop + 1]
+        yield score_rows(rows, following, chunk.task.params.top_logprobs) if scored else []
 
 
 def group_by_backend(chunks: Sequence[Chunk]) -> list[list[Chunk]]:

@@ -12,16 +12,14 @@ from torch import Tensor
 from astrai_triton.engine.noise import uniform_array
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.engine.sampling import Route, build_edits, build_steps, choose_route, draw_largest
-from astrai_triton.engine.strategies import LogitBiasStrategy, PenaltyStrategy
 
 
 class SamplePlan:
     """Draws as ``SamplingPipeline`` does, bit for bit, for rows whose parameters do not change.
 
     Args:
-        params: ``[B]`` how each row is sampled; without penalties, log-probabilities and ``min_tokens`` that
-        still
-            hold (see ``can_plan``).
+        params: ``[B]`` how each row is sampled; without penalties, log-probabilities, a grammar and
+            ``min_tokens`` that still hold (see ``can_plan``).
         seeds: ``[B]`` seed of each row.
         vocab_size: columns of the logits.
         device: of the logits.
@@ -31,7 +29,7 @@ class SamplePlan:
         self, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int, device: torch.device
     ) -> None:
         self._num_rows = len(params)
-        self._edits: list[PenaltyStrategy | LogitBiasStrategy] = build_edits(params, None, None)
+        self._edits = build_edits(params, None, None)
         members: dict[Route, list[int]] = {}
         for row_idx, row_params in enumerate(params):
             members.setdefault(choose_route(row_params, vocab_size), []).append(row_idx)
@@ -91,4 +89,6 @@ class _Group:
 
 def can_plan(params: SamplingParams, num_generated: int) -> bool:
     """Whether the row's next tokens are all drawn alike."""
-    return not (params.has_penalties or params.logprobs or num_generated < params.min_tokens)
+    return params.grammar is None and not (
+        params.has_penalties or params.logprobs or num_generated < params.min_tokens
+    )

@@ -6,16 +6,22 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from astrai_triton.engine.candidates import MASS_ONE, MAX_SEARCHED, Candidates, take_largest
+from astrai_triton.engine.candidates import MAX_SEARCHED, Candidates, take_largest
+from astrai_triton.engine.logprobs import read_score, score_tokens
 from astrai_triton.engine.noise import uniform
 from astrai_triton.engine.params import SamplingParams, check_vocab
 from astrai_triton.engine.strategies import (
     BaseSamplingStrategy,
+    EditStrategy,
+    GrammarStrategy,
     LogitBiasStrategy,
     MinPStrategy,
     PenaltyStrategy,
@@ -23,9 +29,14 @@ from astrai_triton.engine.strategies import (
     TopKStrategy,
     TopPStrategy,
 )
+from astrai_triton.errors import GrammarError
+
+if TYPE_CHECKING:
+    from astrai_triton.grammar.matcher import GrammarMatcher
 
 __all__ = [
     "BaseSamplingStrategy",
+    "GrammarStrategy",
     "LogitBiasStrategy",
     "MinPStrategy",
     "PenaltyStrategy",
@@ -51,7 +62,9 @@ class SampleRow:
         seed: any integer; the lowest 64 bits count.
         position: index of the sampled token in the task's tokens. (seed, position) determines the noise.
         counts: generated token id -> occurrences; read only when ``params`` has a penalty.
-        suppressed: ids that must not be drawn now, for ``min_tokens``.
+        suppressed: ids that must not be drawn now, for ``min_tokens``. With a matcher they may be, where it
+            allows nothing else.
+        matcher: says which tokens may come; None: all.
     """
 
     params: SamplingParams
@@ -59,6 +72,7 @@ class SampleRow:
     position: int
     counts: Mapping[int, int] = _NO_COUNTS
     suppressed: Sequence[int] = ()
+    matcher: GrammarMatcher | None = None
 
 
 @attrs.frozen
@@ -67,11 +81,14 @@ class SampledToken:
 
     Attributes:
         token_id: -1 when the row held NaN or +inf, or nothing above -inf.
-        logprob: natural log of its probability under the logits as they came in; None unless asked for.
+        logprob: natural log of its probability under the logits as they came in, at least -9999.0; None
+            unless asked for.
+        top: the most likely tokens under those logits, ``(token id, logprob)`` each, as many as asked for.
     """
 
     token_id: int
     logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Route(enum.Enum):
@@ -124,9 +141,9 @@ class SamplingPipeline(BaseSamplingStrategy):
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Sample the next token of each task.
 
-        Penalties, logit bias, suppressed ids, temperature, top-k, top-p, min-p, draw: in this order. The
-        result of a row is a function of its logits and its :class:`SampleRow` alone, bit for bit. Reads the
-        device once.
+        Penalties, logit bias, suppressed ids, grammar, temperature, top-k, top-p, min-p, draw: in this order.
+        The result of a row is a function of its logits and its :class:`SampleRow` alone, bit for bit. Reads
+        the device once.
 
         Args:
             logits: [B, V] float32. Written to in between, but on return as it was.
@@ -134,6 +151,7 @@ class SamplingPipeline(BaseSamplingStrategy):
 
         Raises:
             ValueError: as many rows as logits were wanted.
+            GrammarError: a row's grammar allows no token.
         """
         if logits.ndim != 2 or len(logits) != len(rows):
             raise ValueError(
@@ -146,19 +164,17 @@ class SamplingPipeline(BaseSamplingStrategy):
         edits = build_edits(
             [row.params for row in rows],
             [row.counts if row.params.has_penalties else _NO_COUNTS for row in rows],
-            [row.suppressed for row in rows],
+            [row.suppressed if row.matcher is None else () for row in rows],
         )
+        constrained = [row_idx for row_idx, row in enumerate(rows) if row.matcher is not None]
+        if constrained:
+            masks = _build_masks([rows[row_idx] for row_idx in constrained], logits.shape[1])
+            edits.append(GrammarStrategy(masks, constrained))
         undo = [edit.edit_(logits) for edit in edits]
         ids = _draw_rows(logits, rows)
         for where, old in reversed(undo):
             logits[where] = old
-        asked = [row_idx for row_idx, row in enumerate(rows) if row.params.logprobs]
-        if not asked:
-            return [SampledToken(token_id) for token_id in ids.tolist()]
-        # Ids are far below 2^53: exact as float64, so that one tensor carries both.
-        packed = torch.cat((ids.double(), _log_probabilities(logits, ids, asked))).tolist()
-        logprobs = dict(zip(asked, packed[len(rows) :], strict=True))
-        return [_with_logprob(int(packed[row_idx]), logprobs.get(row_idx)) for row_idx in range(len(rows))]
+        return _read_tokens(logits, ids, rows)
 
 
 @torch.no_grad()
@@ -200,7 +216,7 @@ def build_edits(
     params: Sequence[SamplingParams],
     counts: Sequence[Mapping[int, int]] | None,
     suppressed: Sequence[Sequence[int]] | None,
-) -> list[PenaltyStrategy | LogitBiasStrategy]:
+) -> list[EditStrategy]:
     """The steps that edit single logits, if any row asks for them.
 
     Args:
@@ -208,7 +224,7 @@ def build_edits(
         counts: generated token id -> occurrences, of each row; None: no row has penalties.
         suppressed: ids that must not be drawn now, of each row; None is none.
     """
-    edits: list[PenaltyStrategy | LogitBiasStrategy] = []
+    edits: list[EditStrategy] = []
     if counts is not None and any(counts):
         edits.append(
             PenaltyStrategy(
@@ -285,15 +301,57 @@ def _mark_invalid(ids: Tensor, top: Tensor) -> Tensor:
     return torch.where(top.abs() < math.inf, ids, -1).squeeze(1)
 
 
-def _log_probabilities(logits: Tensor, ids: Tensor, asked: Sequence[int]) -> Tensor:
-    """Natural log of the probability of ids [B] in the rows ``asked``, [len(asked)] float64."""
-    if len(asked) < len(logits):
-        index = torch.tensor(asked, device=logits.device)
+def _build_masks(rows: Sequence[SampleRow], vocab_size: int) -> npt.NDArray[np.int32]:
+    """What the grammars of the rows allow next, [R, ceil(V / 32)]; see ``GrammarStrategy``."""
+    masks = np.zeros((len(rows), -(-vocab_size // 32)), dtype="<i4")
+    for mask, row in zip(masks, rows, strict=True):
+        assert row.matcher is not None
+        row.matcher.fill_mask(mask)
+        if not mask.any():
+            raise GrammarError("grammar: wanted a token that may come next, the vocabulary has none")
+        if row.suppressed:
+            _suppress(mask, row.suppressed)
+    return masks
+
+
+def _suppress(mask: npt.NDArray[np.int32], token_ids: Sequence[int]) -> None:
+    """Forbid tokens in a mask [ceil(V / 32)], unless nothing would be left."""
+    rest = mask.copy()
+    for token_id in token_ids:
+        rest[token_id // 32] &= ~np.left_shift(1, token_id % 32, dtype=np.int32)
+    if rest.any():
+        mask[:] = rest
+
+
+def _read_tokens(logits: Tensor, ids: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    """Bring ids [B], and what was asked of the logits [B, V] beside them, to the host in one read."""
+    asked = [
+        [row_idx for row_idx, row in enumerate(rows) if row.params.logprobs and not row.params.top_logprobs],
+        [row_idx for row_idx, row in enumerate(rows) if row.params.top_logprobs],
+    ]
+    groups = [members for members in asked if members]
+    if not groups:
+        return [SampledToken(token_id) for token_id in ids.tolist()]
+    scores = [_score_rows(logits, ids, rows, members) for members in groups]
+    # Ids are far below 2^53: exact as float64, so that one tensor carries all.
+    packed = torch.cat((ids.double(), *(score.flatten() for score in scores))).tolist()
+    tokens = [SampledToken(int(token_id)) for token_id in packed[: len(rows)]]
+    start = len(rows)
+    for members, score in zip(groups, scores, strict=True):
+        for row_idx in members:
+            end = start + score.shape[1]
+            if tokens[row_idx].token_id >= 0:
+                logprob, top = read_score(packed[start:end], rows[row_idx].params.top_logprobs)
+                tokens[row_idx] = SampledToken(tokens[row_idx].token_id, logprob, top)
+            start = end
+    return tokens
+
+
+def _score_rows(logits: Tensor, ids: Tensor, rows: Sequence[SampleRow], members: Sequence[int]) -> Tensor:
+    """``score_tokens`` of some rows, with as many alternatives as any of them wants."""
+    if len(members) < len(rows):
+        index = torch.tensor(members, device=logits.device)
         logits, ids = logits.index_select(0, index), ids.index_select(0, index)
-    candidates = Candidates(logits)
-    chosen = logits.gather(1, ids.clamp(min=0).unsqueeze(1)).double() - candidates.top().double()
-    return (chosen - (candidates.mass().sum(1, keepdim=True) / MASS_ONE).log_()).squeeze(1)
-
-
-def _with_logprob(token_id: int, logprob: float | None) -> SampledToken:
-    return SampledToken(token_id, logprob if token_id >= 0 else None)
+    num_top = max(rows[row_idx].params.top_logprobs for row_idx in members)
+    # A row that is not finite has no id; what is computed for it is not read.
+    return score_tokens(logits, ids.clamp(min=0), num_top)

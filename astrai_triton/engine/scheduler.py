@@ -104,12 +104,16 @@ class InferenceScheduler:
         self._thread = threading.Thread(target=self._loop, name="astrai-scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task) -> None:
-        """Accept ``task`` or refuse it now.
+    def submit(self, tasks: Sequence[Task]) -> None:
+        """Accept ``tasks`` or refuse them now, all or none.
+
+        Args:
+            tasks: in the order of their arrival numbers, later than any before; a leader comes with its
+                followers.
 
         Raises:
             EngineUnavailableError: draining, shut down or dead.
-            QueueFullError: ``max_queue`` tasks wait already.
+            QueueFullError: more than ``max_queue`` tasks would wait.
         """
         with self._lock:
             if self._fault is not None:
@@ -117,12 +121,12 @@ class InferenceScheduler:
             if self._is_stopping or self._is_draining:
                 raise EngineUnavailableError("the engine is shutting down")
             depth = self.num_waiting
-            if depth >= self._max_queue:
+            if depth + len(tasks) > self._max_queue:
                 rounds = 1 + depth // self._max_batch_size
                 raise QueueFullError(depth, max(1.0, self.stats.task_s * rounds))
-            self._arrived.append(task)
-            self._num_open += 1
-            self.stats.total_tasks += 1
+            self._arrived.extend(tasks)
+            self._num_open += len(tasks)
+            self.stats.total_tasks += len(tasks)
             self._wake()
 
     def cancel(self, task: Task) -> None:
@@ -211,8 +215,12 @@ class InferenceScheduler:
     def step(self) -> None:
         """One turn: everything that can move on moves on once."""
         self._run_calls()
-        arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-        cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
+        arrived: Sequence[Task] = ()
+        cancelled: Sequence[Task] = ()
+        if self._arrived or self._cancelled:
+            # At one moment: tasks that were accepted together come together, and before they are cancelled.
+            with self._lock:
+                arrived, cancelled = _take_all(self._arrived), _take_all(self._cancelled)
         self._close(self._stepper.step(arrived, cancelled))
 
     def _run_calls(self) -> None:
@@ -235,8 +243,9 @@ class InferenceScheduler:
         arrived: list[Task] = []
         if not self.is_alive:
             # What arrived while a step failed was not in it: where there is a next step, that takes it in.
-            arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-            self._cancelled.clear()
+            with self._lock:
+                arrived = _take_all(self._arrived)
+                self._cancelled.clear()
         self._stepper.end_all("error" if error else "cancelled", error, arrived)
         with self._lock:
             # Not counted down: the step that failed may have cleaned tasks up without saying so.
@@ -248,3 +257,9 @@ class InferenceScheduler:
             with self._lock:
                 self._num_open -= num_ended
                 self._lock.notify_all()
+
+
+def _take_all(inbox: deque[Task]) -> list[Task]:
+    tasks = list(inbox)
+    inbox.clear()
+    return tasks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -15,6 +16,26 @@ MAX_KEYS = 1024
 """Keys whose tokens are counted; beyond that, the one counted longest is forgotten."""
 
 
+# fmt: off
+STEP_BOUNDS_S = (
+    1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0
+)
+# fmt: on
+"""Upper bounds of the classes that durations of steps are counted in."""
+
+
+@attrs.frozen
+class StepHistogram:
+    """How long steps took."""
+
+    bounds: tuple[float, ...]
+    """Upper bounds in seconds, ascending."""
+    counts: tuple[int, ...]
+    """Steps above the bound before and not above this one; one more for those beyond the last bound."""
+    total: float
+    """Seconds of all steps."""
+
+
 @attrs.define
 class StepStats:
     """Counters of the scheduler. Written by its thread, read by any."""
@@ -24,6 +45,9 @@ class StepStats:
     num_steps: int = 0
     num_preemptions: int = 0
     num_recomputed: int = 0
+    step_counts: list[int] = attrs.field(factory=lambda: [0] * (len(STEP_BOUNDS_S) + 1))
+    """Steps by duration; see ``STEP_BOUNDS_S``."""
+    step_total_s: float = 0.0
     step_us: float = 0.0
     """Moving average over about 50 steps, the model's time included."""
     task_s: float = 0.0
@@ -36,10 +60,16 @@ class StepStats:
     """Key -> tokens it was served, without those of its running tasks that are not metered yet."""
 
     def record_step(self, seconds: float) -> None:
-        """Fold the duration of one step into the averages."""
+        """Count the duration of one step."""
         self.num_steps += 1
+        self.step_counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
+        self.step_total_s += seconds
         weight = max(0.02, 1.0 / self.num_steps)
         self.step_us += weight * (seconds * 1e6 - self.step_us)
+
+    def histogram(self) -> StepHistogram:
+        """Durations of all steps so far."""
+        return StepHistogram(STEP_BOUNDS_S, tuple(self.step_counts), self.step_total_s)
 
     def record_task(self, seconds: float) -> None:
         """Fold the running time of a task that ended into the average."""

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
+import attrs
+
 from astrai_triton.cache import PagePool
 from astrai_triton.engine.admission import Admission
 from astrai_triton.engine.batch import DecodeBatch
@@ -13,8 +15,9 @@ from astrai_triton.engine.budget import POLICIES, PolicyName
 from astrai_triton.engine.observer import Observer
 from astrai_triton.engine.queue import MAX_OVERTAKEN
 from astrai_triton.engine.result import FinishReason, TokenEvent, wake_readers
-from astrai_triton.engine.runner import Chunk, ModelRunner, group_by_backend
+from astrai_triton.engine.runner import Chunk, ModelRunner, Outcome, group_by_backend
 from astrai_triton.engine.sampling import SampledToken
+from astrai_triton.engine.scoring import MAX_SCORED_ROWS
 from astrai_triton.engine.stats import StepStats
 from astrai_triton.engine.task import Task
 from astrai_triton.errors import OutOfPagesError
@@ -189,6 +192,7 @@ class Stepper:
 
     def _refill(self) -> None:
         """Start waiting tasks while rows and pages last."""
+        self._admission.release_forks()
         while len(self.running) < self._max_batch_size:
             task = self._admission.start_next(self.running)
             if task is None:
@@ -221,12 +225,23 @@ class Stepper:
         pending = self._prefilling
         if not pending:
             return
-        budget = max(self._pool.page_size, self._max_step_tokens - (len(self.running) - len(pending)))
-        lengths = self._share([task.num_pending for task in pending], budget, self._pool.page_size)
+        page_size = self._pool.page_size
+        budget = max(page_size, self._max_step_tokens - (len(self.running) - len(pending)))
+        lengths = self._share([task.num_pending for task in pending], budget, page_size)
+        self._limit_scored(pending, lengths)
         self._run([Chunk(task, length) for task, length in zip(pending, lengths, strict=True) if length])
         if any(task.is_decoding for task in pending):
             self._prefilling = [task for task in self._prefilling if not task.is_decoding]
             self._batches = None
+
+    def _limit_scored(self, pending: Sequence[Task], lengths: list[int]) -> None:
+        """Cut the chunks of prompts that are being scored: each of their rows gives a row of logits."""
+        scored = [i for i, task in enumerate(pending) if lengths[i] and task.is_scoring]
+        if scored:
+            page_size = min(self._pool.page_size, MAX_SCORED_ROWS)
+            limits = self._share([lengths[i] for i in scored], MAX_SCORED_ROWS, page_size)
+            for i, limit in zip(scored, limits, strict=True):
+                lengths[i] = limit
 
     def _decode(self) -> None:
         """One forward for every task whose prompt is complete; each gives one row."""
@@ -270,8 +285,8 @@ class Stepper:
             token_ids, ids, sampled = self._runner.decode(batch)
         except Exception as error:  # noqa: BLE001 - a fault belongs to the task that causes it
             self._batches = None
-            for chunk, token in self._isolate([Chunk(task, 1) for task in batch.tasks], error):
-                self._advance(chunk, token)
+            for outcome in self._isolate([Chunk(task, 1) for task in batch.tasks], error):
+                self._advance(outcome)
             return
         if sampled is None and self._observer is None and batch.advance(ids):
             self._stats.total_tokens += len(ids)
@@ -290,8 +305,8 @@ class Stepper:
         self._announce()
 
     def _forward_and_advance(self, chunks: Sequence[Chunk]) -> None:
-        for chunk, token in self._forward(chunks):
-            self._advance(chunk, token)
+        for outcome in self._forward(chunks):
+            self._advance(outcome)
 
     def _reserve(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Give every chunk its slots, oldest task first; out of pages, the youngest running task is
@@ -311,19 +326,16 @@ class Stepper:
                     break
         return [chunk for chunk in granted if chunk.task.lease is not None]
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, SampledToken | None]]:
+    def _forward(self, chunks: Sequence[Chunk]) -> Iterator[Outcome]:
         """Run ``chunks`` together; if that fails, one by one."""
         try:
-            sampled = iter(self._runner.run(chunks))
+            outcomes = self._runner.run(chunks)
         except Exception as error:  # noqa: BLE001 - a fault belongs to the task that causes it
             yield from self._isolate(chunks, error)
-            return
-        for chunk in chunks:
-            yield chunk, next(sampled) if chunk.is_last else None
+        else:
+            yield from outcomes
 
-    def _isolate(
-        self, chunks: Sequence[Chunk], error: Exception
-    ) -> Iterator[tuple[Chunk, SampledToken | None]]:
+    def _isolate(self, chunks: Sequence[Chunk], error: Exception) -> Iterator[Outcome]:
         """Run one by one what failed together, so that only those that fail alone end with an error."""
         if len(chunks) == 1:
             self._fail(chunks[0].task, error)
@@ -332,22 +344,27 @@ class Stepper:
         for chunk in chunks:
             yield from self._forward([chunk])
 
-    def _advance(self, chunk: Chunk, token: SampledToken | None) -> None:
-        """Take note that a chunk has run, and of the token sampled after it."""
-        task, is_last = chunk.task, chunk.is_last
+    def _advance(self, outcome: Outcome) -> None:
+        """Take note that a chunk has run, and of what came of it."""
+        task = outcome.chunk.task
+        if outcome.scores and task.prompt_scores is not None:
+            task.prompt_scores.add(outcome.scores)
         if not task.is_decoding:
-            task.num_prefilled = chunk.end
-        if is_last and token is not None:
-            self._accept(task, token)
+            task.num_prefilled = outcome.chunk.end
+        if outcome.token is not None:
+            self._accept(task, outcome.token)
 
     def _accept(self, task: Task, token: SampledToken) -> None:
         """Append a sampled token to its task and tell the reader."""
         if self._observer is not None:
             self._observer.sample(task, token.token_id)
+        is_first = not task.num_generated
         try:
-            if not task.num_generated and task.lease is not None:
+            if is_first and task.lease is not None:
                 self._pool.record(task.lease, task.tokens)
             event = task.accept(token) if task.max_tokens else task.end("length")
+            if is_first and task.prompt_scores is not None:
+                event = attrs.evolve(event, prompt_logprobs=tuple(task.prompt_scores.entries))
         except Exception as error:  # noqa: BLE001 - a fault belongs to the task that causes it
             self._fail(task, error)
             return

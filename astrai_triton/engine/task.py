@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
 from astrai_triton.backend import ATTN_BACKEND
 from astrai_triton.cache import Lease
+from astrai_triton.engine.logprobs import LogprobQueue
 from astrai_triton.engine.params import SamplingParams
-from astrai_triton.engine.result import FinishReason, TaskHandle, TextDecoder, TokenEvent
+from astrai_triton.engine.result import FinishReason, TaskHandle, TextDecoder, TokenEvent, TokenLogprob
 from astrai_triton.engine.sampling import SampledToken, SampleRow
+from astrai_triton.engine.scoring import PromptScores
 from astrai_triton.engine.stops import StopMatcher
-from astrai_triton.errors import NonFiniteLogitsError
+from astrai_triton.errors import GrammarError, NonFiniteLogitsError
+
+if TYPE_CHECKING:
+    from astrai_triton.grammar.matcher import GrammarMatcher
 
 logger = logging.getLogger("astrai.engine")
 
@@ -34,11 +40,17 @@ class Task:
     stop_ids: frozenset[int]
     text_decoder: TextDecoder
     stops: StopMatcher
+    matcher: GrammarMatcher | None = None
+    """What the answer must match, as far as it has come; None: anything goes."""
     arrival: int
     """Order of submission; the youngest is preempted first."""
     key: str | None = None
     """Whose task this is; keys share the engine evenly."""
     salt: str | None = None
+    leader: Task | None = None
+    """Task that computes the same prompt first; None: nobody does, or it has."""
+    prompt_scores: PromptScores | None = None
+    """Of the prompt's tokens, where they are asked for."""
     backend: ATTN_BACKEND | None = None
     """Attention backend in force where the task was submitted; None is automatic."""
     callback: Callable[[TokenEvent], None] | None = None
@@ -67,12 +79,18 @@ class Task:
 
     is_quiet: bool = attrs.field(init=False)
     """Whether its tokens matter to nobody but the reader until it ends: the handle decodes the text then."""
+    _logprobs: LogprobQueue | None = attrs.field(init=False, default=None)
+    """Entries that wait for the text of their tokens, where they are asked for."""
 
     def __attrs_post_init__(self) -> None:
         params = self.params
-        self.is_quiet = not (params.stop or params.logprobs or params.has_penalties or self.callback)
+        self.is_quiet = self.matcher is None and not (
+            params.stop or params.logprobs or params.has_penalties or self.callback
+        )
         if self.is_quiet:
             self.handle.decode_with(self.text_decoder)
+        if params.logprobs:
+            self._logprobs = LogprobQueue()
 
     @property
     def num_computed(self) -> int:
@@ -90,6 +108,17 @@ class Task:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def is_held(self) -> bool:
+        """Whether it must not start before its leader has computed their prompt, or has ended."""
+        leader = self.leader
+        return leader is not None and not (leader.is_done or leader.num_generated)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether tokens of the prompt are still to be scored."""
+        return self.prompt_scores is not None and not self.prompt_scores.is_complete
+
+    @property
     def num_pending(self) -> int:
         """Tokens that must still pass through the model before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
@@ -103,6 +132,7 @@ class Task:
             position=len(self.tokens),
             counts=self.counts,
             suppressed=tuple(self.stop_ids) if needs_min else (),
+            matcher=self.matcher,
         )
 
     def accept(self, sampled: SampledToken) -> TokenEvent:
@@ -116,18 +146,36 @@ class Task:
             return self._accept_quietly(sampled)
         if token_id in self.stop_ids:
             return self._finish(sampled, "stop", self.stops.push(self.text_decoder.flush()))
-        text = self.stops.push(self.text_decoder.push(token_id))
+        if self.matcher is not None:
+            try:
+                self.matcher.accept(token_id)
+            except GrammarError as error:
+                return self.end("error", error=error)
+        text = self.stops.push(self._decode(sampled))
         if self.stops.matched is not None:
             return self._finish(sampled, "stop", text)
-        if self.num_left <= 0:
-            return self._finish(sampled, "length", text + self.stops.push(self.text_decoder.flush()))
+        is_complete = self.matcher is not None and self.matcher.is_complete
+        if is_complete or self.num_left <= 0:
+            text += self.stops.push(self.text_decoder.flush())
+            return self._finish(sampled, "stop" if is_complete else "length", text)
         return TokenEvent(
             token_id=token_id,
             text=text,
             logprob=sampled.logprob,
+            logprobs=self._logprobs.release(len(text)) if self._logprobs is not None else (),
             cached_tokens=self.cached_tokens,
             completion_tokens=self.num_generated,
         )
+
+    def _decode(self, sampled: SampledToken) -> str:
+        """Whole characters that a token completes; its log-probability is kept until they are released."""
+        text = self.text_decoder.push(sampled.token_id)
+        if self._logprobs is not None:
+            assert sampled.logprob is not None, (
+                "a task that reports log-probabilities was sampled without them"
+            )
+            self._logprobs.push(sampled.token_id, sampled.logprob, sampled.top, len(text))
+        return text
 
     def _accept_quietly(self, sampled: SampledToken) -> TokenEvent:
         """The text is the reader's business."""
@@ -149,11 +197,13 @@ class Task:
         # What was held back is settled now: the last bytes, or the end itself, may complete a stop string.
         if self.stops.matched is None:
             text += self.stops.flush()
+        is_cut = self.stops.matched is not None
         return self.end(
-            reason if self.stops.matched is None else "stop",
+            "stop" if is_cut else reason,
             text=text,
             token_id=sampled.token_id,
             logprob=sampled.logprob,
+            logprobs=self._logprobs.finish(len(text), is_cut=is_cut) if self._logprobs is not None else (),
             stop_string=self.stops.matched,
         )
 
@@ -164,6 +214,7 @@ class Task:
         text: str = "",
         token_id: int | None = None,
         logprob: float | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
         stop_string: str | None = None,
         error: BaseException | None = None,
     ) -> TokenEvent:
@@ -173,6 +224,7 @@ class Task:
             token_id=token_id,
             text=text,
             logprob=logprob,
+            logprobs=logprobs,
             finish_reason=reason,
             stop_string=stop_string,
             error=error,

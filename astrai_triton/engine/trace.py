@@ -18,13 +18,15 @@ from typing import Any, TextIO
 import attrs
 
 from astrai_triton.backend import attn_backend
-from astrai_triton.engine.engine import InferenceEngine, TextCodec
+from astrai_triton.engine.engine import InferenceEngine
+from astrai_triton.engine.intake import TextCodec
 from astrai_triton.engine.model import Model
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.engine.result import FinishReason, TaskHandle
 from astrai_triton.engine.runner import Chunk
 from astrai_triton.engine.task import Task
 from astrai_triton.errors import TraceError
+from astrai_triton.grammar.spec import Grammar
 
 logger = logging.getLogger("astrai.engine")
 
@@ -147,9 +149,10 @@ def replay(path: Path, model: Model, tokenizer: TextCodec) -> Replay:
         num_steps, difference = 0, None
         for line, recorded in lines:
             arrivals = []
-            for given in recorded.get("arrived", ()):
-                handles[given["arrival"]] = _submit(engine, given)
-                arrivals.append(given["arrival"])
+            for choices in _group_choices(recorded.get("arrived", ())):
+                for given, handle in zip(choices, _submit(engine, choices), strict=True):
+                    handles[given["arrival"]] = handle
+                    arrivals.append(given["arrival"])
             for arrival in recorded.get("cancelled", ()):
                 handles[arrival].cancel()
             engine.step()
@@ -210,24 +213,47 @@ def _describe_task(task: Task) -> dict[str, Any]:
     for name, value in params.items():
         if isinstance(value, Mapping):
             params[name] = [[token_id, bias] for token_id, bias in value.items()]
+        elif isinstance(value, Grammar):
+            params[name] = attrs.asdict(value)
     return {
         "arrival": task.arrival,
         "prompt_ids": task.tokens[: task.prompt_len],
         "params": params | {"seed": task.seed},
         "key": task.key,
         "salt": task.salt,
+        "leader": task.leader.arrival if task.leader is not None else None,
         "backend": task.backend.value if task.backend is not None else None,
     }
 
 
-def _submit(engine: InferenceEngine, given: Mapping[str, Any]) -> TaskHandle:
+def _group_choices(arrived: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Tasks of a step, each with its followers, who came with it and right after it."""
+    groups: list[list[dict[str, Any]]] = []
+    for given in arrived:
+        # Traces from before there were choices name no leaders.
+        if given.get("leader") is None:
+            groups.append([given])
+        else:
+            groups[-1].append(given)
+    return groups
+
+
+def _submit(engine: InferenceEngine, choices: Sequence[Mapping[str, Any]]) -> list[TaskHandle]:
+    """Submit a task and its followers, whose seeds count up from its own."""
+    given = choices[0]
     params = dict(given["params"])
     if "logit_bias" in params:
         params["logit_bias"] = dict(params["logit_bias"])
+    if "grammar" in params:
+        params["grammar"] = Grammar(**params["grammar"])
     backend = given["backend"]
     with attn_backend(backend) if backend is not None else nullcontext():
-        return engine.submit(
-            given["prompt_ids"], SamplingParams(**params), key=given["key"], salt=given["salt"]
+        return engine.submit_many(
+            [given["prompt_ids"]],
+            SamplingParams(**params),
+            n=len(choices),
+            key=given["key"],
+            salt=given["salt"],
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from astrai_triton.engine import SamplingParams, SamplingPipeline
 from astrai_triton.engine.sample_plan import SamplePlan, can_plan
 from astrai_triton.engine.sampling import SampleRow
+from astrai_triton.grammar import Grammar
 from drive import assert_nothing_held, build_engine, finish
 from fakes import ScriptedModel
 
@@ -46,13 +47,20 @@ def test_rows_that_change_from_token_to_token_are_not_planned() -> None:
     assert not can_plan(SamplingParams(min_tokens=4), num_generated=3)
     assert not can_plan(SamplingParams(presence_penalty=0.1), num_generated=9)
     assert not can_plan(SamplingParams(logprobs=True), num_generated=9)
+    assert not can_plan(SamplingParams(grammar=Grammar.regex("a+")), num_generated=9)
 
 
 @pytest.mark.parametrize("n_tokens", [2048, 72], ids=["roomy", "tight"])
 def test_quiet_tasks_and_those_that_watch_their_text_decode_side_by_side(n_tokens: int) -> None:
     rng = random.Random(2)
     prompts = [[rng.randrange(97, 123) for _ in range(rng.randrange(1, 12))] for _ in range(12)]
-    variants = [{}, {"stop": ("never",)}, {"presence_penalty": 1e-9}, {"min_tokens": 3}, {"logprobs": True}]
+    variants: list[dict[str, object]] = [
+        {},
+        {"stop": ("never",)},
+        {"presence_penalty": 1e-9},
+        {"min_tokens": 3},
+    ]
+    variants.append({"logprobs": True, "top_logprobs": 4})
     texts = []
     for shift in range(len(variants)):
         engine = build_engine(ScriptedModel(spread=7.0), n_tokens=n_tokens)

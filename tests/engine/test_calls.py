@@ -159,6 +159,36 @@ def test_the_wait_in_the_queue_is_averaged() -> None:
     assert engine.get_stats()["queue_wait_ms"] >= 0.9 * first + 20 - 0.1
 
 
+def test_steps_are_counted_by_their_duration() -> None:
+    stats = StepStats()
+    for seconds in (1e-6, 1e-4, 1.5e-4, 0.03, 10.0, 11.0):
+        stats.record_step(seconds)
+    histogram = stats.histogram()
+    assert (histogram.bounds[0], histogram.bounds[-1], len(histogram.bounds)) == (1e-4, 10.0, 16)
+    assert list(histogram.bounds) == sorted(set(histogram.bounds))
+    counted = dict(zip((*histogram.bounds, None), histogram.counts, strict=True))
+    assert {bound: count for bound, count in counted.items() if count} == {
+        1e-4: 2,
+        2e-4: 1,
+        0.05: 1,
+        10.0: 1,
+        None: 1,
+    }
+    assert histogram.total == pytest.approx(21.030251)
+
+
+def test_a_running_engine_counts_its_steps() -> None:
+    with build_engine(start=True) as engine:
+        assert sum(engine.step_histogram().counts) == 0
+        engine.generate("abc", temperature=0, max_tokens=9)
+        # The step at hand is counted once it is over.
+        engine.shutdown()
+        histogram = engine.step_histogram()
+    # The first step samples twice: after the prompt, and once more.
+    assert sum(histogram.counts) == engine.get_stats()["steps"] >= 8
+    assert histogram.total > 0
+
+
 def test_evictions_and_preemptions_are_counted() -> None:
     engine = build_engine(n_tokens=40, max_batch_size=4)
     for i in range(4):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from astrai_triton.engine.candidates import MASS_ONE, Candidates, reduce_blocks, take_largest
+from astrai_triton.engine.candidates import MASS_ONE, Candidates, reduce_blocks, take_best, take_largest
 
 
 def test_masses_are_whole_so_that_their_sums_are_exact_in_any_order() -> None:
@@ -73,3 +73,18 @@ def test_the_largest_is_what_argmax_gives(width: int) -> None:
     ids, values = take_largest(logits)
     assert torch.equal(ids.squeeze(1), logits.argmax(1))
     assert torch.equal(values.squeeze(1), logits.amax(1))
+
+
+@pytest.mark.parametrize("width", [1, 20, 63, 64, 65, 2560, 2561, 5000])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999, 1.0])
+def test_the_best_are_in_order_and_ties_go_to_the_lower_id_those_of_minus_infinity_too(
+    width: int, share: float
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randint(-3, 4, (6, width), generator=generator).float()
+    logits[torch.rand(logits.shape, generator=generator) < share] = -math.inf
+    num = min(width, 20)
+    ids, values = take_best(logits, num)
+    for row, row_ids, row_values in zip(logits.tolist(), ids.tolist(), values.tolist(), strict=True):
+        assert row_ids == sorted(range(width), key=lambda token_id: (-row[token_id], token_id))[:num]
+        assert row_values == [row[token_id] for token_id in row_ids]

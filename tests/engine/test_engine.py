@@ -1,17 +1,81 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 
 from astrai_triton import ATTN_BACKEND, attn_backend
 from astrai_triton.backend import current_backend
 from astrai_triton.engine import InferenceEngine, SamplingParams
-from astrai_triton.errors import TaskError
-from drive import answer, assert_nothing_held, build_engine
-from fakes import ByteTokenizer, Context, ScriptedModel, echo_script
+from astrai_triton.engine.trace import StepTrace, replay
+from astrai_triton.errors import GrammarError, TaskError
+from astrai_triton.grammar import Grammar
+from drive import answer, assert_nothing_held, build_engine, finish, run_all
+from fakes import EOS, VOCAB, ByteTokenizer, Context, ScriptedModel, echo_script
+
+
+class LiteralCompiler:
+    """A compiler whose grammars are texts: nothing else can be answered. Counts what it does."""
+
+    def __init__(self, tokenizer: ByteTokenizer, vocab_size: int) -> None:
+        assert isinstance(tokenizer, ByteTokenizer)
+        assert vocab_size == VOCAB
+        made.append(self)
+        self.num_compiled: Counter[str] = Counter()
+
+    def compile(self, grammar: Grammar) -> LiteralCompiler.Compiled:
+        self.num_compiled[grammar.source] += 1
+        if not grammar.source:
+            raise GrammarError("source: wanted a text, got an empty one")
+        return LiteralCompiler.Compiled(grammar.source.encode())
+
+    class Compiled:
+        def __init__(self, text: bytes) -> None:
+            self._text = text
+
+        def start(self) -> LiteralCompiler.Matcher:
+            return LiteralCompiler.Matcher(self._text)
+
+    class Matcher:
+        def __init__(self, text: bytes) -> None:
+            self._left = text
+
+        def fill_mask(self, mask: np.ndarray) -> None:
+            mask.fill(0)
+            token_id = self._left[0] if self._left else EOS
+            mask[token_id // 32] = 1 << token_id % 32
+
+        def accept(self, token_id: int) -> None:
+            assert token_id == self._left[0]
+            self._left = self._left[1:]
+
+        @property
+        def is_accepting(self) -> bool:
+            return not self._left
+
+        is_complete = is_accepting
+
+
+made: list[LiteralCompiler] = []
+
+
+@pytest.fixture
+def compilers(monkeypatch: pytest.MonkeyPatch) -> list[LiteralCompiler]:
+    """Compilers that engines of this test make."""
+    module = ModuleType("astrai_triton.grammar.compiler")
+    module.GrammarCompiler = LiteralCompiler  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    made.clear()
+    return made
 
 
 @pytest.fixture
@@ -187,6 +251,97 @@ def test_stats_carry_the_counters_of_engine_and_pool(engine: InferenceEngine) ->
 def test_sizes_that_contradict_each_other_are_refused(sizes: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         build_engine(**sizes)
+
+
+def test_a_grammar_compiler_is_made_for_the_first_grammar_and_kept(compilers: list[LiteralCompiler]) -> None:
+    engine = build_engine()
+    answer(engine, "no grammar here")
+    assert not compilers
+    engine.compile_grammar(Grammar.regex("one"))
+    engine.compile_grammar(Grammar.regex("two"))
+    assert [compiler.num_compiled for compiler in compilers] == [{"one": 1, "two": 1}]
+
+
+def test_one_grammar_compiler_is_made_however_many_threads_ask(compilers: list[LiteralCompiler]) -> None:
+    engine = build_engine()
+    barrier = threading.Barrier(8)
+
+    def ask() -> None:
+        barrier.wait(10)
+        engine.compile_grammar(Grammar.regex("one"))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert [compiler.num_compiled for compiler in compilers] == [{"one": 8}]
+
+
+def test_every_task_follows_the_grammar_by_itself(compilers: list[LiteralCompiler]) -> None:
+    engine = build_engine()
+    params = SamplingParams(temperature=1.0, grammar=Grammar.regex("constrained"))
+    handles = [*engine.submit_many([list(b"several pages of it"), [98]], params, n=3)]
+    free = engine.submit([97], SamplingParams(temperature=0.0, max_tokens=24))
+    answers = finish(engine, [*handles, free])
+    assert answers == [("constrained", "stop")] * 6 + [(answer(build_engine(), "a"), "length")]
+
+
+def test_a_broken_grammar_is_refused_before_anything_is_queued(compilers: list[LiteralCompiler]) -> None:
+    engine = build_engine()
+    with pytest.raises(GrammarError):
+        engine.compile_grammar(Grammar.regex(""))
+    with pytest.raises(GrammarError):
+        engine.submit([97], SamplingParams(grammar=Grammar.regex("")))
+    with pytest.raises(GrammarError):
+        engine.submit_many([[97], [98]], SamplingParams(grammar=Grammar.regex("")), n=2)
+    assert engine.get_stats()["total_tasks"] == 0
+
+
+def test_a_tokenizer_that_knows_no_bytes_is_told_what_grammars_need() -> None:
+    class Plain:
+        stop_ids = ByteTokenizer.stop_ids
+        encode = ByteTokenizer.encode
+        detokenizer = ByteTokenizer.detokenizer
+
+    with InferenceEngine(ScriptedModel(), Plain(), max_seq_len=64, max_batch_size=2) as engine:
+        assert len(engine.generate("ab", temperature=0, max_tokens=5)) == 5
+        with pytest.raises(GrammarError, match="this one has no vocab_size, special_tokens, token_bytes"):
+            engine.compile_grammar(Grammar.json_object())
+
+
+def test_without_the_grammar_engine_grammars_are_refused_and_the_rest_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "astrai_triton.grammar.compiler", None)
+    engine = build_engine()
+    with pytest.raises(GrammarError, match="llguidance"):
+        engine.submit([97], SamplingParams(grammar=Grammar.json_object()))
+    assert len(answer(engine, "abc")) == 24
+
+
+def test_answers_match_a_grammar_that_is_really_compiled() -> None:
+    engine = build_engine(ScriptedModel(spread=7.0))
+    params = SamplingParams(grammar=Grammar.regex("(ab|cd){3,5}[.]"), max_tokens=40)
+    answers = finish(engine, engine.submit_many([list(b"several pages"), [98]], params, n=4))
+    assert {reason for _, reason in answers} == {"stop"}
+    assert all(re.fullmatch(r"(ab|cd){3,5}\.", text) for text, _ in answers)
+    assert len(set(answers)) > 1
+    assert_nothing_held(engine)
+
+
+def test_a_grammar_is_traced_and_replayed(compilers: list[LiteralCompiler], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        engine = build_engine(observer=StepTrace(file))
+        params = SamplingParams(grammar=Grammar.regex("text"), logprobs=True, top_logprobs=2)
+        engine.submit([97], params)
+        run_all(engine)
+    task = json.loads(path.read_text().splitlines()[1])["arrived"][0]
+    assert task["params"]["grammar"] == {"kind": "regex", "source": "text"}
+    assert task["params"]["top_logprobs"] == 2
+    result = replay(path, ScriptedModel(), ByteTokenizer())
+    assert (result.difference, result.open_tasks, len(compilers)) == (None, (), 2)
 
 
 def test_a_tokenizer_without_stop_ids_runs_to_the_limit() -> None:

@@ -7,6 +7,7 @@ import attrs
 import pytest
 
 from astrai_triton.engine.params import SamplingParams, check_vocab
+from astrai_triton.grammar import Grammar
 
 NUMBERS = {
     "temperature": (0.0, 2.0),
@@ -62,7 +63,7 @@ def test_an_integer_of_another_type_is_a_type_error(name: str, value: Any) -> No
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "logprobs"])
+@pytest.mark.parametrize("name", ["ignore_eos", "logprobs", "prompt_logprobs"])
 def test_a_flag_is_a_bool_and_nothing_else(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name}: wanted True or False, got 1"):
         SamplingParams(**{name: 1})
@@ -105,6 +106,26 @@ def test_stop_token_ids_are_integers_from_zero_on(value: Any, error: type[Except
 def test_logit_bias_maps_ids_to_numbers_within_100(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="logit_bias: wanted"):
         SamplingParams(logit_bias=value)
+
+
+def test_alternatives_are_0_to_20_and_want_logprobs() -> None:
+    assert SamplingParams(top_logprobs=20, logprobs=True).top_logprobs == 20
+    for value in (-1, 21):
+        with pytest.raises(ValueError, match=r"top_logprobs: wanted .* got"):
+            SamplingParams(top_logprobs=value, logprobs=True)
+    for wrong in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match="top_logprobs: wanted an integer"):
+            SamplingParams(top_logprobs=wrong, logprobs=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="top_logprobs: wanted logprobs=True beside it, got top_logprobs=3"):
+        SamplingParams(top_logprobs=3)
+
+
+@pytest.mark.parametrize("value", ["{}", {"type": "object"}, True])
+def test_a_grammar_is_a_grammar_and_nothing_else(value: Any) -> None:
+    grammar = Grammar.regex("a+")
+    assert SamplingParams(grammar=grammar).grammar == grammar
+    with pytest.raises(TypeError, match="grammar: wanted a Grammar"):
+        SamplingParams(grammar=value)
 
 
 def test_params_cannot_be_changed_from_outside() -> None:

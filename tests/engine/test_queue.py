@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,13 @@ def make_task(arrival: int, key: str | None = None) -> Task:
         arrival=arrival,
         key=key,
     )
+
+
+def make_followers(leader: Task, arrivals: Iterable[int]) -> list[Task]:
+    followers = [make_task(arrival, leader.key) for arrival in arrivals]
+    for task in followers:
+        task.leader = leader
+    return followers
 
 
 def fill(queue: WaitingQueue, keys: str) -> list[Task]:
@@ -135,18 +144,83 @@ def test_a_restored_older_task_does_not_reset_the_count_of_a_younger_one() -> No
     assert tasks[1].num_overtaken == 1
 
 
+def test_a_held_task_is_not_offered_until_its_leader_has_computed_or_ended() -> None:
+    queue = WaitingQueue(max_overtaken=0)
+    (leader,) = fill(queue, "a")
+    followers = make_followers(leader, (1, 2))
+    for task in followers:
+        queue.push(task, NOBODY)
+    assert list(queue.candidates(NOBODY)) == [leader]
+    assert len(queue) == 3
+    queue.take(leader)
+    assert not queue.release()
+    assert not list(queue.candidates(NOBODY))
+    leader.tokens.append(97)
+    assert queue.release() == followers
+    assert list(queue.candidates(NOBODY)) == followers[:1]
+    assert not queue.release()
+
+
+def test_a_released_task_takes_the_place_of_its_arrival() -> None:
+    queue = WaitingQueue()
+    (leader,) = fill(queue, "a")
+    followers = make_followers(leader, (1, 2))
+    later = [make_task(3, "a"), make_task(4, "b")]
+    for task in (*followers, *later):
+        queue.push(task, NOBODY)
+    queue.take(leader)
+    leader.is_done = True
+    queue.release()
+    assert [task.arrival for task in queue.candidates({"a": 1})] == [4, 1, 2, 3]
+
+
+def test_a_held_task_neither_counts_starts_nor_keeps_another_from_counting() -> None:
+    queue = WaitingQueue(max_overtaken=2)
+    (leader,) = fill(queue, "a")
+    (follower,) = make_followers(leader, (1,))
+    old, *young = [make_task(arrival, "b") for arrival in range(2, 6)]
+    for task in (follower, old, *young):
+        queue.push(task, NOBODY)
+    queue.take(leader)
+    for task in young[:2]:
+        queue.take(task)
+    assert (follower.num_overtaken, old.num_overtaken) == (0, 2)
+    assert list(queue.candidates(NOBODY)) == [old]
+
+
+def test_a_key_keeps_its_credit_while_its_tasks_are_held() -> None:
+    queue = WaitingQueue()
+    (leader,) = fill(queue, "a")
+    queue.push(make_task(1, "b"), NOBODY)
+    queue.charge("b", 100)
+    (follower,) = make_followers(leader, (2,))
+    queue.push(follower, NOBODY)
+    queue.take(leader)
+    leader.is_done = True
+    queue.release()
+    queue.charge("a", 99)
+    assert next(queue.candidates(NOBODY)) is follower
+
+
 @given(st.data())
 def test_no_task_waits_for_more_starts_than_the_bound(data: st.DataObject) -> None:
     bound = data.draw(st.integers(0, 5), label="max_overtaken")
     queue = WaitingQueue(max_overtaken=bound)
     waited: dict[int, tuple[int, int]] = {}
+    started: list[Task] = []
     num_starts = 0
     arrivals = iter(range(10_000))
-    for _ in range(60):
-        for key in data.draw(st.lists(st.sampled_from("abcd"), max_size=3)):
+    for _ in range(40):
+        for key in data.draw(st.lists(st.sampled_from("abcd"), max_size=2)):
             task = make_task(next(arrivals), key)
             waited[task.arrival] = (num_starts, len(queue))
             queue.push(task, NOBODY)
+            for follower in make_followers(task, islice(arrivals, data.draw(st.integers(0, 1)))):
+                queue.push(follower, NOBODY)
+        if started and data.draw(st.booleans()):
+            started.pop(data.draw(st.integers(0, len(started) - 1))).is_done = True
+        for task in queue.release():
+            waited[task.arrival] = (num_starts, sum(other.arrival < task.arrival for other in queue))
         offered = list(queue.candidates(NOBODY))
         if not offered:
             continue
@@ -155,12 +229,13 @@ def test_no_task_waits_for_more_starts_than_the_bound(data: st.DataObject) -> No
         queue.take(task)
         queue.charge(task.key, data.draw(st.integers(0, 1000)))
         num_starts += 1
+        started.append(task)
         for arrival, (start, older) in waited.items():
             assert num_starts - start <= (older + 1) * (bound + 1), f"task {arrival} starves"
         del waited[task.arrival]
 
 
-@given(st.lists(st.tuples(st.sampled_from("ptrd"), st.integers(0, 9), st.sampled_from("abc")), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from("pftrd"), st.integers(0, 9), st.sampled_from("abc")), max_size=60))
 def test_the_queue_holds_exactly_what_was_pushed_and_not_taken(steps: list[tuple[str, int, str]]) -> None:
     queue = WaitingQueue()
     held: set[Task] = set()
@@ -171,11 +246,19 @@ def test_the_queue_holds_exactly_what_was_pushed_and_not_taken(steps: list[tuple
             task = make_task(next(arrivals), key)
             queue.push(task, NOBODY)
             held.add(task)
-        elif kind == "t" and held:
-            task = next(queue.candidates(NOBODY))
-            queue.take(task)
-            held.remove(task)
-            running.append(task)
+        elif kind == "f" and (held or running):
+            leaders = sorted((*held, *running), key=lambda task: task.arrival)
+            (task,) = make_followers(leaders[at % len(leaders)], (next(arrivals),))
+            queue.push(task, NOBODY)
+            held.add(task)
+        elif kind == "t":
+            assert all(task in held for task in queue.release())
+            task = next(queue.candidates(NOBODY), None)
+            assert (task is None) == all(other.is_held for other in held)
+            if task is not None:
+                queue.take(task)
+                held.remove(task)
+                running.append(task)
         elif kind == "r" and running:
             task = running.pop()
             queue.restore(task)

@@ -26,6 +26,14 @@ GONE = -math.inf
 TOLERANCE = 2e-6
 
 
+class FirstTokens:
+    """Allows tokens 0 to 31."""
+
+    def fill_mask(self, mask: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        mask[:] = 0
+        mask[0] = -1
+
+
 def tokens(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
     return [sampled.token_id for sampled in SamplingPipeline()(logits, rows)]
 
@@ -92,7 +100,8 @@ def sample_rows(draw: st.DrawFn, width: int) -> SampleRow:
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.25, 2.0])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 2.0, 0.5])),
         logit_bias=draw(st.dictionaries(ids, st.sampled_from([-100.0, -0.5, 1.0, 100.0]), max_size=3)),
-        logprobs=draw(st.booleans()),
+        logprobs=(num_top := draw(st.sampled_from([None, 0, 0, 1, 20]))) is not None,
+        top_logprobs=num_top or 0,
     )
     return SampleRow(
         params,
@@ -131,11 +140,12 @@ def test_every_row_of_a_mixed_batch_draws_what_a_plain_float64_sampler_draws(
     for values, row, got in zip(before.tolist(), rows, sampled, strict=True):
         assert got.token_id in reference(values, row), row
         if got.token_id < 0 or not row.params.logprobs:
-            assert got.logprob is None
+            assert (got.logprob, got.top) == (None, ())
         else:
             expected = values[got.token_id] - max(values)
             expected -= math.log(math.fsum(math.exp(value - max(values)) for value in values))
             assert got.logprob == pytest.approx(expected, abs=1e-6)
+            assert len(got.top) == min(row.params.top_logprobs, len(values))
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
 
 
@@ -161,7 +171,10 @@ def test_a_row_of_real_width_does_not_depend_on_its_batch() -> None:
     ]
     mix += [{"min_p": 0.01}, {"top_k": 5000}, {"temperature": 0.3, "logit_bias": {5: 3.0}}]
     for step in range(3):
-        rows = [row_of(step, seed=i, logprobs=True, **mix[(i + step) % 8]) for i in range(8)]
+        rows = [
+            row_of(step, seed=i, logprobs=True, top_logprobs=i % 3 * 10, **mix[(i + step) % 8])
+            for i in range(8)
+        ]
         together = SamplingPipeline()(logits, rows)
         assert together == [SamplingPipeline()(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
 
@@ -325,7 +338,11 @@ def test_a_step_reads_the_device_once_whatever_the_mix(monkeypatch: pytest.Monke
         {},
         {"min_p": 0.1},
     ]
-    rows = [row_of(n, logprobs=n % 2 == 0, logit_bias={1: 2.0}, **params) for n, params in enumerate(mix)]
+    rows = [
+        row_of(n, logprobs=n % 2 == 0, top_logprobs=5 * (n == 2), logit_bias={1: 2.0}, **params)
+        for n, params in enumerate(mix)
+    ]
+    rows[1].matcher = FirstTokens()  # type: ignore[assignment]
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
     for name in ("item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)

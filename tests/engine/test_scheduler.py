@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import deque
 
 import pytest
 
-from astrai_triton.engine import SamplingParams
+from astrai_triton.engine import SamplingParams, TaskHandle
+from astrai_triton.engine.task import Task
 from astrai_triton.errors import (
     ContextLengthError,
     EngineUnavailableError,
@@ -253,6 +256,36 @@ def test_cancelling_a_finished_task_changes_nothing() -> None:
     engine.step()
     assert not drain_events(handle)
     assert answers[0][1] == "length"
+
+
+def test_a_task_that_is_cancelled_while_a_step_looks_at_its_inboxes_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = build_engine()
+    late: list[TaskHandle] = []
+
+    def come_and_go() -> None:
+        late.append(engine.submit([98], GREEDY))
+        late[0].cancel()
+
+    thread = threading.Thread(target=come_and_go)
+
+    class Inbox(deque[Task]):
+        def __len__(self) -> int:
+            if thread.ident is None:
+                thread.start()
+                # Held up until the step has what it came for, or else done by then.
+                thread.join(0.05)
+            return super().__len__()
+
+    monkeypatch.setattr(engine._scheduler, "_cancelled", Inbox())
+    first = engine.submit([97], GREEDY)
+    engine.step()
+    thread.join(10)
+    run_all(engine)
+    assert [drain_events(handle)[-1].finish_reason for handle in (first, *late)] == ["length", "cancelled"]
+    assert engine.drain(0)
+    assert_nothing_held(engine)
 
 
 def test_what_can_never_fit_is_refused_and_the_next_is_served() -> None:

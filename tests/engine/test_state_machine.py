@@ -41,6 +41,19 @@ class EngineMachine(RuleBasedStateMachine):
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self.open[self.engine.submit(list(prompt), params, salt=salt)] = (prompt, max_tokens, "")
 
+    @rule(
+        prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=2),
+        n=st.integers(1, 3),
+        max_tokens=st.integers(1, 18),
+        salt=st.sampled_from([None, "s"]),
+    )
+    def arrive_in_choices(self, prompts: list[bytes], n: int, max_tokens: int, salt: str | None) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        handles = self.engine.submit_many([list(prompt) for prompt in prompts], params, n=n, salt=salt)
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        for handle, prompt in zip(handles, asked, strict=True):
+            self.open[handle] = (prompt, max_tokens, "")
+
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):

@@ -3,12 +3,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from astrai_triton.engine.candidates import MAX_SEARCHED
 from astrai_triton.engine.sampling import (
     BaseSamplingStrategy,
+    GrammarStrategy,
     LogitBiasStrategy,
     MinPStrategy,
     PenaltyStrategy,
@@ -194,3 +196,25 @@ def test_apply_takes_bfloat16_and_gives_float32() -> None:
 def test_a_parameter_out_of_range_names_itself(make: object, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: wanted"):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_grammar_keeps_the_tokens_of_its_bits_in_its_rows_alone(width: int) -> None:
+    logits = logits_with_ties(width, num_rows=4)
+    rng = np.random.default_rng(width)
+    bits = rng.integers(0, 2, (2, -(-width // 32) * 32), dtype=np.uint8)
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    narrowed = GrammarStrategy(masks, [3, 1]).apply(logits)
+    assert torch.equal(narrowed[[0, 2]], logits[[0, 2]])
+    for row, allowed in zip((3, 1), bits, strict=True):
+        keep = torch.from_numpy(allowed[:width]).bool()
+        assert torch.equal(narrowed[row], logits[row].masked_fill(~keep, GONE))
+
+
+def test_a_grammar_comes_before_the_steps_that_sort() -> None:
+    masks = np.array([[0b101]], dtype=np.int32)
+    logits = torch.tensor([[1.0, 9.0, 2.0]])
+    narrowed = SamplingPipeline([GrammarStrategy(masks, [0]), TopKStrategy(1)]).apply(logits)
+    assert kept(narrowed) == [{2}]
+    with pytest.raises(ValueError, match="edit them before top-k"):
+        SamplingPipeline([TopKStrategy(1), GrammarStrategy(masks, [0])]).apply(logits)

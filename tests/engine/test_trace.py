@@ -29,7 +29,8 @@ def write_trace(path: Path, model: ScriptedModel | None = None, **sizes: Any) ->
                 stop=rng.choice([(), ("q",)]),
             )
             prompt = [rng.randrange(97, 100) for _ in range(rng.randrange(1, 30))]
-            handles.append(engine.submit(prompt, params, key=rng.choice("ab"), salt=rng.choice([None, "s"])))
+            key, salt, n = rng.choice("ab"), rng.choice([None, "s"]), rng.choice([1, 1, 3])
+            handles += engine.submit_many([prompt], params, n=n, key=key, salt=salt)
             if rng.random() < 0.3:
                 rng.choice(handles).cancel()
             for _ in range(rng.randrange(3)):
@@ -91,6 +92,36 @@ def test_arrival_numbers_of_refused_tasks_leave_no_hole(tmp_path: Path) -> None:
         engine.step()
         engine.submit([99], SamplingParams(temperature=0.0, max_tokens=3))
         run_all(engine)
+    result = replay(path, ScriptedModel(), ByteTokenizer())
+    assert (result.difference, result.open_tasks) == (None, ())
+
+
+def test_choices_fork_in_a_replay_as_they_did(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        engine = build_engine(ScriptedModel(spread=7.0), observer=StepTrace(file), max_step_tokens=16)
+        prompts = [list(b"a prompt of several pages"), list(b"abc"), list(b"another prompt of pages")]
+        engine.submit_many(prompts, SamplingParams(max_tokens=5), n=3)
+        engine.submit([97], SamplingParams(max_tokens=5))
+        run_all(engine)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    # The second prompt is shorter than a page: nothing is shared, nobody waits.
+    leaders = [task["leader"] for task in lines[1]["arrived"]]
+    assert leaders == [None, 0, 0, None, None, None, None, 6, 6, None]
+    result = replay(path, ScriptedModel(spread=7.0), ByteTokenizer())
+    assert (result.difference, result.open_tasks) == (None, ())
+
+
+def test_a_trace_from_before_there_were_choices_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        engine = build_engine(observer=StepTrace(file))
+        engine.submit(list(b"a prompt"), SamplingParams(temperature=0.0, max_tokens=3))
+        run_all(engine)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for task in lines[1]["arrived"]:
+        del task["leader"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = replay(path, ScriptedModel(), ByteTokenizer())
     assert (result.difference, result.open_tasks) == (None, ())
 
