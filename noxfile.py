@@ -26,6 +26,7 @@ nox.options.sessions = [
     "cross",
     "mutants",
     "chaos",
+    "clients",
 ]
 nox.options.default_venv_backend = "none"
 nox.options.stop_on_first_error = True
@@ -179,6 +180,17 @@ def chaos(session: nox.Session) -> None:
     # One seed, so that the same inputs come every time; others are for those who look for more.
     arguments = session.posargs or ["--seed", "1"]
     session.run(sys.executable, "-m", "chaos", *arguments, external=True, env={"PYTHONPATH": paths})
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """Unmodified clients of both protocols against a real server process; arguments go to it.
+
+    ``--only NAME``, ``--scenario NAME``, ``--python``, ``--js``, ``--newest``, ``--readme``. The JavaScript
+    clients stay out where node and npm are missing.
+    """
+    paths = os.pathsep.join(filter(None, ["tests", os.environ.get("PYTHONPATH", "")]))
+    session.run(sys.executable, "-m", "clients", *session.posargs, external=True, env={"PYTHONPATH": paths})
 
 
 @nox.session

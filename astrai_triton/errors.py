@@ -129,8 +129,9 @@ class ContextLengthError(AdmissionError):
 
     def __init__(self, prompt_len: int, max_seq_len: int) -> None:
         super().__init__(
-            f"maximum context length is {max_seq_len} tokens, prompt and answer together; "
-            f"the prompt has {prompt_len} tokens"
+            # Clients look for both of these wordings to tell this error from others.
+            f"prompt is too long: this model's maximum context length is {max_seq_len} tokens, prompt and "
+            f"answer together; the prompt has {prompt_len} tokens"
         )
         self.prompt_len = prompt_len
         self.max_seq_len = max_seq_len

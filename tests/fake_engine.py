@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -16,10 +17,13 @@ from astrai_server.config import ApiSettings, CacheSettings, LimitSettings, Serv
 from astrai_server.gate import EngineGate
 from astrai_server.keys import KeyRing
 from astrai_server.run import listen
+from astrai_triton.cache import PoolStats
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.engine.result import TaskHandle, TokenEvent, wake_readers
+from astrai_triton.engine.stats import StepHistogram, StepStats, describe_stats
 from astrai_triton.errors import ContextLengthError
-from fakes import ByteTokenizer
+from astrai_triton.grammar import Grammar
+from fakes import ByteTokenizer, ScriptedModel
 
 _T = TypeVar("_T")
 
@@ -64,6 +68,8 @@ class FakeEngine:
         self.starts = starts
         self.max_seq_len = max_seq_len
         self.tokenizer = ByteTokenizer()
+        self.model = ScriptedModel()
+        self.pool = SimpleNamespace(stats=lambda: PoolStats(*(0,) * 7))
         self.is_alive = True
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
@@ -79,17 +85,28 @@ class FakeEngine:
             raise ContextLengthError(prompt_len, self.max_seq_len)
         return self.max_seq_len - prompt_len
 
-    def submit(
+    def submit_many(
         self,
-        prompt_ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
+        n: int = 1,
         request_id: str | None = None,
         key: str | None = None,
         salt: str | None = None,
-    ) -> TaskHandle:
+    ) -> list[TaskHandle]:
         if self.refuse is not None:
             raise self.refuse
+        return [self._submit(prompt, params, request_id, key, salt) for prompt in prompts for _ in range(n)]
+
+    def _submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        key: str | None,
+        salt: str | None,
+    ) -> TaskHandle:
         self.prompts.append(bytes(prompt_ids).decode(errors="replace"))
         self.params.append(params)
         self.owners.append((key, salt))
@@ -99,6 +116,9 @@ class FakeEngine:
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
         return handle
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Every grammar is fine, and none changes the pieces."""
 
     async def _run(self, handle: TaskHandle, cancelled: asyncio.Event) -> None:
         await asyncio.sleep(0)
@@ -128,8 +148,11 @@ class FakeEngine:
         )
         wake_readers([handle])
 
-    def get_stats(self) -> dict[str, int]:
-        return {"total_tasks": len(self.prompts), "total_tokens": 0, "active_tasks": 0, "waiting_queue": 0}
+    def get_stats(self) -> dict[str, Any]:
+        return describe_stats(StepStats(total_tasks=len(self.prompts)), self.pool.stats(), (), 0)
+
+    def step_histogram(self) -> StepHistogram:
+        return StepStats().histogram()
 
     def shutdown(self) -> None:
         self.is_alive = False

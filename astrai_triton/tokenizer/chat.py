@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -20,6 +21,26 @@ from astrai_triton.tokenizer.control import STAND_INS
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_PROMPT_CHARS = 1 << 26
 """Longest text a template may produce, in characters."""
+
+ToolFormat = Literal["hermes", "json"]
+
+# A conversation that shows what a template does with tools. Some want ids of nine letters and digits.
+_PROBE_ID = "0a1b2c3d4"
+_PROBE_FUNCTION = {"name": "probe_call", "arguments": {"probe_key": "probe-argument"}}
+_PROBE_TOOL = {
+    "name": "probe_call",
+    "description": "probe-description",
+    "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": ""}}},
+}
+_PROBE = (
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": _PROBE_ID, "type": "function", "function": _PROBE_FUNCTION}],
+    },
+    {"role": "tool", "content": "probe-result", "name": "probe_call", "tool_call_id": _PROBE_ID},
+)
 
 # Not stand-ins: they are to be put back, and the character they stand for needs no escape.
 _TO_ESCAPE = re.compile(f"[^\x00-\x7f{STAND_INS}]")
@@ -52,6 +73,23 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._template = _compile(source)
         self._tool_template = self._template if tool_source is None else _compile(tool_source)
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How it writes the calls of earlier turns: in ``<tool_call>`` tags, or as plain JSON.
+
+        None where it leaves out the tools, calls or results, refuses them, or writes calls in another way.
+        """
+        tools = [{"type": "function", "function": _PROBE_TOOL}]
+        try:
+            told = self.render(_PROBE, tools=tools)
+            untold = self.render(_PROBE)
+        except ChatTemplateError:
+            return None
+        shown = ("probe-argument", "probe-result")
+        if not all(mark in text for mark in shown for text in (told, untold)) or "probe-desc" not in told:
+            return None
+        return _find_call(told)
 
     def render(
         self,
@@ -125,6 +163,21 @@ class ChatTemplate:
                 "so it cannot be continued"
             )
         return prompt if after.startswith(" ") else prompt.rstrip()
+
+
+def _find_call(text: str) -> ToolFormat | None:
+    """How the probe's call is written."""
+    decoder = json.JSONDecoder()
+    for brace in re.finditer(r"\{", text):
+        try:
+            value, _ = decoder.raw_decode(text, brace.start())
+        except (ValueError, RecursionError):
+            continue
+        arguments = value.get("arguments", value.get("parameters"))
+        if value.get("name") == _PROBE_FUNCTION["name"] and arguments == _PROBE_FUNCTION["arguments"]:
+            is_tagged = text[: brace.start()].rstrip().endswith("<tool_call>")
+            return "hermes" if is_tagged else "json"
+    return None
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

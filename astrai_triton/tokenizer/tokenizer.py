@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from astrai_triton.errors import ChatTemplateError
-from astrai_triton.tokenizer.chat import ChatTemplate, normalize_messages
+from astrai_triton.tokenizer.chat import ChatTemplate, ToolFormat, normalize_messages
 from astrai_triton.tokenizer.control import AddedToken, ChatCover, ControlTokens
 from astrai_triton.tokenizer.detokenize import Detokenizer, whole_texts
 
@@ -61,6 +61,16 @@ class Tokenizer:
         for token_id in special.values():
             shown[token_id] = b""
         self._shown_bytes = tuple(shown)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the chat template writes calls of tools; see ``ChatTemplate.tool_format``."""
+        return None if self.chat_template is None else self.chat_template.tool_format
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether conversations with tools, calls and results can be left to the chat template."""
+        return self.tool_format is not None
 
     def encode(self, text: str, *, add_bos: bool | None = None, allow_special: bool = False) -> list[int]:
         """Token ids of ``text``.

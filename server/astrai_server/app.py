@@ -9,20 +9,22 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from aiohttp import HttpVersion11, web
 
-from astrai_server import openapi
-from astrai_server.anthropic import AnthropicResponseBuilder
-from astrai_server.builder import ResponseBuilder
+from astrai_server import openapi, page
+from astrai_server.anthropic import AnthropicResponseBuilder, PromptRequest, count_tokens
+from astrai_server.builder import FinishName, ResponseBuilder
 from astrai_server.config import LimitSettings, Settings
 from astrai_server.connection import Connection
 from astrai_server.debug import PrefixRequest, describe_prefix, read_query
 from astrai_server.gate import EngineGate
-from astrai_server.handler import ProtocolHandler, Report
+from astrai_server.handler import ProtocolHandler
 from astrai_server.keys import KeyRing
-from astrai_server.openai import OpenAIResponseBuilder
+from astrai_server.metrics import Metrics
+from astrai_server.openai import CompletionResponseBuilder, OpenAIResponseBuilder
+from astrai_server.page import add_page
 from astrai_server.problem import (
     UNAVAILABLE_RETRY_S,
     SlowBodyError,
@@ -31,15 +33,21 @@ from astrai_server.problem import (
     is_internal,
     new_request_id,
 )
+from astrai_server.report import Report
 from astrai_server.sse import encode_json
 from astrai_server.stream import FrameStream
+from astrai_server.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from astrai_server.wire import read_request
+
+if TYPE_CHECKING:
+    from astrai_triton.engine import InferenceEngine
 
 logger = logging.getLogger("astrai.server")
 
 GATE = web.AppKey("GATE", EngineGate)
 SETTINGS = web.AppKey("SETTINGS", Settings)
 KEYS = web.AppKey("KEYS", KeyRing)
+METRICS = web.AppKey("METRICS", Metrics)
 CREATED = web.AppKey("CREATED", int)
 """When the application was made, in seconds since 1970: the ``created`` of its models."""
 
@@ -54,9 +62,9 @@ CLIENT_CLOSED = 499
 """Status in the log of a request whose client went away."""
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_QUIET_ROUTES = frozenset({"/health", "/stats"})
-_OPEN_PATHS = frozenset({"/health"})
-"""What a load balancer asks without an API key."""
+_QUIET_ROUTES = frozenset({"/health", "/stats", "/metrics"})
+_OPEN_PATHS = frozenset({"/health", page.PATH})
+"""What needs no API key: a load balancer has none, and the page is where people enter theirs."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -74,14 +82,28 @@ def create_app(settings: Settings, gate: EngineGate, keys: KeyRing | None = None
     app = web.Application(middlewares=[_trace], client_max_size=settings.limits.max_body_bytes)
     app[SETTINGS], app[GATE], app[CREATED] = settings, gate, int(time.time())
     app[KEYS] = KeyRing() if keys is None else keys
+    app[METRICS] = Metrics(gate)
     app.on_response_prepare.append(_set_headers)
-    chat: ResponseBuilder[Any, Any] = OpenAIResponseBuilder(settings.api.usage_frame)
-    app.router.add_post("/v1/chat/completions", functools.partial(_answer, chat))
-    app.router.add_post("/v1/messages", functools.partial(_answer, AnthropicResponseBuilder()))
+    api = settings.api
+    builders: dict[str, ResponseBuilder[Any, Any]] = {
+        "/v1/chat/completions": OpenAIResponseBuilder(api.usage_frame, api.tool_format),
+        "/v1/completions": CompletionResponseBuilder(api.usage_frame),
+        "/v1/messages": AnthropicResponseBuilder(api.tool_format),
+    }
+    for path, builder in builders.items():
+        app.router.add_post(path, functools.partial(_answer, builder))
+    for path, kind, compute in (
+        ("/v1/messages/count_tokens", PromptRequest, count_tokens),
+        ("/tokenize", TokenizeRequest, tokenize),
+        ("/detokenize", DetokenizeRequest, detokenize),
+    ):
+        app.router.add_post(path, functools.partial(_compute, kind, compute))
     app.router.add_get("/v1/models", _list_models)
     app.router.add_get("/v1/models/{id:.+}", _show_model)
     app.router.add_get("/health", _show_health)
     app.router.add_get("/stats", _show_stats)
+    app.router.add_get("/metrics", app[METRICS].handle)
+    add_page(app)
     app.router.add_get(openapi.PATH, openapi.make_handler(settings.api))
     if settings.api.debug:
         app.router.add_get("/debug/prefix", _show_prefix)
@@ -107,11 +129,16 @@ async def _trace(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "-"
+        seconds = time.perf_counter() - started
+        metrics, report = request.app[METRICS], request.get(_REPORT)
+        metrics.count_response(route, status)
+        if report is not None and report.prompt_tokens is not None:
+            metrics.observe_end(seconds, report.prompt_tokens, report.num_tokens)
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
-        report = str(request.get(_REPORT) or "") or f" took={(time.perf_counter() - started) * 1e3:.1f}ms"
+        told = str(report or "") or f" took={seconds * 1e3:.1f}ms"
         if _KEY_NAME in request:
-            report = f" key={request[_KEY_NAME]}{report}"
-        logger.log(level, "%s %s %s %d%s", request_id, request.method[:16], route, status, report)
+            told = f" key={request[_KEY_NAME]}{told}"
+        logger.log(level, "%s %s %s %d%s", request_id, request.method[:16], route, status, told)
 
 
 async def _respond(http: web.Request, handler: Handler, request_id: str) -> web.StreamResponse:
@@ -177,6 +204,8 @@ async def _answer(builder: ResponseBuilder[Any, Any], http: web.Request) -> web.
             salt=_salt_of(http),
         )
         http[_REPORT] = handler.report
+        if getattr(request, "stream", False):
+            handler.report.meter = http.app[METRICS]
         try:
             answer = await handler.handle()
             if isinstance(answer, bytes):
@@ -184,6 +213,16 @@ async def _answer(builder: ResponseBuilder[Any, Any], http: web.Request) -> web.
             return await _send_stream(http, answer, handler.report)
         finally:
             handler.close()
+
+
+async def _compute(
+    kind: type[Any], compute: Callable[[Any, InferenceEngine], Awaitable[Any]], http: web.Request
+) -> web.Response:
+    """A request of class ``kind`` that needs the engine but no task."""
+    with http.app[GATE].enter(http.get(_KEY_NAME)) as engine:
+        body = await _read_body(http, http.app[SETTINGS].limits)
+        request = await _parse(http[_REQUEST_ID], body, kind)
+        return _json_response(await compute(request, engine))
 
 
 def _salt_of(http: web.Request) -> str | None:
@@ -241,7 +280,7 @@ async def _send_stream(http: web.Request, frames: FrameStream, report: Report) -
         logger.warning("a client left its stream unread for %g s and is cut off", timeout_s)
         transport.abort()
         return response
-    if report.finish not in ("stop", "length"):
+    if report.finish not in get_args(FinishName):
         response.force_close()
     await response.write_eof()
     return response

@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import attrs
 
+from astrai_server import sse
+from astrai_server.answer import Piece, Text
 from astrai_server.problem import Problem
 from astrai_server.wire import InvalidRequestError, Issue
 from astrai_triton.engine.params import SamplingParams
+from astrai_triton.errors import GrammarError
+from astrai_triton.grammar import Grammar
 
 if TYPE_CHECKING:
-    from astrai_triton.engine import FinishReason, InferenceEngine
+    from astrai_triton.engine import InferenceEngine
+    from astrai_triton.engine.result import TokenLogprob
 
 MAX_MODEL_NAME = 256
 """Characters; the name comes back in every chunk."""
@@ -35,16 +40,43 @@ class Usage:
     """Sampled, the stop token included."""
 
 
-@attrs.frozen(kw_only=True)
-class Outcome:
-    """How an answer ended."""
+FinishName = Literal["stop", "length", "tool_calls"]
 
-    finish_reason: FinishReason
-    """Only stop or length: anything else is an error and reaches the client as one."""
-    stop_string: str | None
-    usage: Usage
-    text: str = ""
-    """The whole answer; empty at the end of a stream."""
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """How one choice of an answer ended, and what it says."""
+
+    index: int
+    finish_reason: FinishName
+    """Anything else is an error, and reaches the client as one."""
+    stop_string: str | None = None
+    pieces: tuple[Piece, ...] = ()
+    """The whole answer, joined as far as it goes; empty at the end of a stream."""
+
+    @property
+    def text(self) -> str:
+        """All text."""
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, Text)])
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of all tokens."""
+        return tuple(entry for piece in self.pieces if isinstance(piece, Text) for entry in piece.logprobs)
+
+
+class AnswerParser(Protocol):
+    """Finds the calls of tools in the text of a choice."""
+
+    def push(self, text: str) -> list[Piece]: ...
+
+    def flush(self) -> list[Piece]: ...
+
+    @property
+    def num_calls(self) -> int: ...
+
+    @property
+    def is_done(self) -> bool: ...
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -55,13 +87,16 @@ class Context:
     created: int
     """Seconds since 1970."""
     model: str
-    prompt_ids: Sequence[int]
+    prompts: Sequence[Sequence[int]]
+    """Token ids of each prompt."""
+    num_choices: int = 1
+    """Of each prompt; choice ``j`` of prompt ``i`` has the index ``i * num_choices + j``."""
     params: SamplingParams
     is_stream: bool
-    chunk_head: bytes
-    """Bytes of a text frame before the JSON string of the text."""
-    chunk_tail: bytes
-    """Bytes after it."""
+    text_frames: Sequence[tuple[bytes, bytes]]
+    """For each choice, the bytes of a text frame before and after the JSON string of the text."""
+    make_parser: Callable[[], AnswerParser] | None = None
+    """For the text of each choice; None: it is text and nothing else."""
 
 
 RequestT = TypeVar("RequestT")
@@ -90,55 +125,30 @@ class ResponseBuilder(ABC, Generic[RequestT, ContextT]):
     def format_stream_start(self, context: ContextT, usage: Usage) -> bytes:
         """Frames before the first text."""
 
-    @abstractmethod
-    def format_chunk(self, context: ContextT, text: str) -> bytes:
-        """The frame of a piece of text; ``text`` is not empty."""
+    def format_chunk(self, context: ContextT, text: str, index: int = 0) -> bytes:
+        """The frame of a piece of text of choice ``index``; ``text`` is not empty."""
+        head, tail = context.text_frames[index]
+        return head + sse.encode_text(text) + tail
 
     @abstractmethod
-    def format_stream_end(self, context: ContextT, outcome: Outcome) -> bytes:
-        """Frames after the last text, the end marker included."""
+    def format_piece(self, context: ContextT, index: int, piece: Piece) -> bytes:
+        """The frames of any piece of choice ``index``."""
+
+    @abstractmethod
+    def format_choice_end(self, context: ContextT, choice: Choice) -> bytes:
+        """Frames after the last piece of a choice."""
+
+    @abstractmethod
+    def format_stream_end(self, context: ContextT, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """Frames after the last choice, the end marker included."""
 
     @abstractmethod
     def format_stream_error(self, problem: Problem, request_id: str) -> bytes:
         """The frame that ends a stream which failed."""
 
     @abstractmethod
-    def format_response(self, context: ContextT, outcome: Outcome) -> bytes:
+    def format_response(self, context: ContextT, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of a whole answer."""
-
-
-class ChatCodec(Protocol):
-    """What the server asks of the engine's tokenizer."""
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final: bool = False,
-    ) -> list[int]: ...
-
-
-def encode_chat(
-    engine: InferenceEngine, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False
-) -> list[int]:
-    """Render and tokenise a conversation.
-
-    Args:
-        messages: mappings with ``role`` and ``content`` (text).
-        continue_final: the answer goes on where the last message stops.
-
-    Raises:
-        ChatTemplateError: the chat template refused the conversation.
-        InvalidRequestError: a text that cannot be tokenised.
-    """
-    codec = cast(ChatCodec, engine.tokenizer)
-    try:
-        return codec.encode_chat(
-            messages, add_generation_prompt=not continue_final, continue_final=continue_final
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(Issue(("messages",), str(error))) from error
 
 
 def limit_tokens(engine: InferenceEngine, prompt_len: int, wanted: int) -> int:
@@ -151,11 +161,34 @@ def limit_tokens(engine: InferenceEngine, prompt_len: int, wanted: int) -> int:
     return min(wanted, engine.room_for(prompt_len))
 
 
-def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ``InvalidRequestError`` for the first id outside of the vocabulary."""
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int, *path: int) -> None:
+    """Raise ``InvalidRequestError`` for the first id outside of the vocabulary.
+
+    Args:
+        path: from the field ``name`` to the ids.
+    """
     for i, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(Issue((name, i), f"wanted 0 to {vocab_size - 1}, got {token_id}"))
+            raise InvalidRequestError(
+                Issue((name, *path, i), f"wanted 0 to {vocab_size - 1}, got {token_id}")
+            )
+
+
+def check_grammar(engine: InferenceEngine, grammar: Grammar | None, *path: str | int) -> Grammar | None:
+    """Compile a grammar; what cannot be enforced is the client's mistake.
+
+    Args:
+        path: of the field that it comes from.
+
+    Raises:
+        InvalidRequestError: it is malformed or asks for what is not supported.
+    """
+    if grammar is not None:
+        try:
+            engine.compile_grammar(grammar)
+        except GrammarError as error:
+            raise InvalidRequestError(Issue(path, str(error), is_unsupported=True)) from error
+    return grammar
 
 
 def make_params(**fields: Any) -> SamplingParams:

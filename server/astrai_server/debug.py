@@ -97,9 +97,9 @@ async def describe_prefix(
 
 def _tokenize(request: PrefixRequest, engine: InferenceEngine) -> Sequence[int]:
     if request.chat is not None:
-        return OpenAIResponseBuilder().prepare(request.chat, engine).prompt_ids
+        return OpenAIResponseBuilder().prepare(request.chat, engine).prompts[0]
     if request.message is not None:
-        return AnthropicResponseBuilder().prepare(request.message, engine).prompt_ids
+        return AnthropicResponseBuilder().prepare(request.message, engine).prompts[0]
     if request.prompt is not None:
         return engine.tokenizer.encode(request.prompt)
     token_ids = request.token_ids or ()

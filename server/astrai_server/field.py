@@ -5,12 +5,17 @@ Each raises ``InvalidRequestError`` with the field's name as its path.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import attrs
 
 from astrai_server.wire import InvalidRequestError, Issue, describe_value
+
+MAX_TOOLS = 512
+
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}", re.ASCII)
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
@@ -66,6 +71,30 @@ def stop_strings(limit: int, max_chars: int) -> Validator:
                 refuse(field.name, f"wanted 1 to {max_chars} characters, got {len(text)}", *path)
 
     return check
+
+
+def function_name(_: object, field: attrs.Attribute[Any], value: str) -> None:
+    """A name that can be written into a prompt and found again in an answer."""
+    if not _FUNCTION_NAME.fullmatch(value):
+        message = f"wanted 1 to 128 letters, digits and any of _ - . :, got {describe_value(value)}"
+        refuse(field.name, message)
+
+
+def check_names(field_name: str, names: Sequence[str], *path: str) -> None:
+    """Refuse tools of which two have one name, and more than ``MAX_TOOLS``.
+
+    Args:
+        field_name: the list of tools.
+        names: of each.
+        path: from a tool to its name.
+    """
+    if len(names) > MAX_TOOLS:
+        refuse(field_name, f"wanted at most {MAX_TOOLS} tools, got {len(names)}")
+    seen: set[str] = set()
+    for i, name in enumerate(names):
+        if name in seen:
+            refuse(field_name, f"wanted tools of different names, got {describe_value(name)} twice", i, *path)
+        seen.add(name)
 
 
 def one_of(*known: str) -> Validator:

@@ -8,12 +8,14 @@ from types import MappingProxyType
 
 from aiohttp import web
 
-from astrai_server.anthropic import MessagesRequest
+from astrai_server import page
+from astrai_server.anthropic import MessagesRequest, PromptRequest
 from astrai_server.config import ApiSettings
 from astrai_server.debug import PrefixRequest
-from astrai_server.openai import ChatCompletionRequest
+from astrai_server.openai import ChatCompletionRequest, CompletionRequest
 from astrai_server.schema import Json, SchemaBuilder, refer
 from astrai_server.sse import encode_json
+from astrai_server.tokenization import DetokenizeRequest, TokenizeRequest
 from astrai_server.wire import MAX_DEPTH, MAX_INTEGER_DIGITS
 from astrai_triton import __version__
 
@@ -73,6 +75,12 @@ def describe_api(*, validation_status: int = 422, has_debug: bool = False) -> Js
         "requestBody": schemas.body_of(ChatCompletionRequest),
         "responses": {"200": _answer_with("ChatCompletionResponse", is_stream=True), **_refer_to(errors)},
     }
+    completion = {
+        "tags": ["OpenAI"],
+        "summary": "Complete texts, whole or as a stream.",
+        "requestBody": schemas.body_of(CompletionRequest),
+        "responses": {"200": _answer_with("CompletionResponse", is_stream=True), **_refer_to(errors)},
+    }
     message = {
         "tags": ["Anthropic"],
         "summary": "Answer a conversation, whole or as a stream.",
@@ -82,13 +90,38 @@ def describe_api(*, validation_status: int = 422, has_debug: bool = False) -> Js
     model_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     paths: Json = {
         "/v1/chat/completions": {"post": chat},
+        "/v1/completions": {"post": completion},
         "/v1/messages": {"post": message},
+        "/v1/messages/count_tokens": {
+            "post": {
+                "tags": ["Anthropic"],
+                "summary": "Tokens of a prompt.",
+                "requestBody": schemas.body_of(PromptRequest),
+                "responses": {"200": _answer_with("TokenCount"), **_refer_to(errors)},
+            }
+        },
+        "/tokenize": {
+            "post": {
+                "summary": "A text or a conversation in tokens.",
+                "requestBody": schemas.body_of(TokenizeRequest),
+                "responses": {"200": _answer_with("TokenizeResponse"), **_refer_to(errors)},
+            }
+        },
+        "/detokenize": {
+            "post": {
+                "summary": "Tokens as text.",
+                "requestBody": schemas.body_of(DetokenizeRequest),
+                "responses": {"200": _answer_with("DetokenizeResponse"), **_refer_to(errors)},
+            }
+        },
         "/v1/models": {"get": _describe_get("The served model, in a list.", "ModelList", 401, 503)},
         "/v1/models/{id}": {
             "get": _describe_get("The served model.", "Model", 401, 404, 503) | {"parameters": [model_id]}
         },
         "/health": {"get": _describe_health()},
         "/stats": {"get": _describe_get("Counters and gauges of the engine.", "Stats", 401, 503)},
+        page.PATH: {"get": _describe_page()},
+        "/metrics": {"get": _describe_metrics()},
         PATH: {"get": _describe_get("This document.", "Document", 401)},
     }
     if has_debug:
@@ -130,6 +163,20 @@ def _describe_health() -> Json:
         "summary": "Whether requests are taken. Asks for no API key.",
         "security": [{}],
         "responses": {"200": _answer_with("Health"), "503": waiting},
+    }
+
+
+def _describe_page() -> Json:
+    answer = {"description": "The page.", "content": {"text/html": {"schema": _TEXT}}}
+    return {"summary": "A page to chat. Asks for no API key.", "security": [{}], "responses": {"200": answer}}
+
+
+def _describe_metrics() -> Json:
+    kinds = ("text/plain", "application/openmetrics-text")
+    answer = {"description": "The answer.", "content": {kind: {"schema": _TEXT} for kind in kinds}}
+    return {
+        "summary": "Everything to watch, for Prometheus.",
+        "responses": {"200": answer, **_refer_to((401,))},
     }
 
 
@@ -204,6 +251,14 @@ _ANSWERS: Mapping[str, Json] = MappingProxyType(
             },
             usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
         ),
+        "CompletionResponse": _object(
+            id=_TEXT,
+            object={"const": "text_completion"},
+            created=_COUNT,
+            model=_TEXT,
+            choices={"type": "array", "items": _object(index=_COUNT, text=_TEXT, finish_reason=_TEXT)},
+            usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
+        ),
         "MessagesResponse": _object(
             id=_TEXT,
             type={"const": "message"},
@@ -214,6 +269,14 @@ _ANSWERS: Mapping[str, Json] = MappingProxyType(
             stop_sequence=_NAME,
             usage=_object(input_tokens=_COUNT, cache_read_input_tokens=_COUNT, output_tokens=_COUNT),
         ),
+        "TokenizeResponse": _object(
+            count=_COUNT,
+            max_model_len=_COUNT,
+            tokens={"type": "array", "items": _COUNT},
+            token_strs={"type": ["array", "null"], "items": _TEXT},
+        ),
+        "DetokenizeResponse": _object(prompt=_TEXT),
+        "TokenCount": _object(input_tokens=_COUNT),
         "Model": _MODEL,
         "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _MODEL}),
         "Health": _object(status=_TEXT, model_loaded={"type": "boolean"}),

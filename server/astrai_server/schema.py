@@ -15,13 +15,30 @@ import attrs
 
 from astrai_server.anthropic import ContentBlock
 from astrai_server.debug import PrefixRequest
-from astrai_server.openai import ChatCompletionRequest, ChatMessage, ContentPart
+from astrai_server.field import MAX_TOOLS
+from astrai_server.openai import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    ResponseFormat,
+    SamplingRequest,
+)
+from astrai_server.tokenization import DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
 
 _SCALARS: Mapping[Any, str] = MappingProxyType(
     {str: "string", bool: "boolean", int: "integer", float: "number", NoneType: "null"}
 )
+
+
+def refer(kind: str, name: str) -> Json:
+    """A reference to a component of the document."""
+    return {"$ref": f"#/components/{kind}/{name}"}
+
+
+_TOKEN_ID: Json = {"type": "integer", "minimum": 0}
 
 # What the checks of ``field`` mean, by name, given what each was made with.
 _KEYWORDS: Mapping[str, Callable[..., Json]] = MappingProxyType(
@@ -36,6 +53,9 @@ _KEYWORDS: Mapping[str, Callable[..., Json]] = MappingProxyType(
             "maxItems": limit,
             "items": {"type": "string", "minLength": 1, "maxLength": max_chars},
         },
+        "function_name": lambda: {"pattern": "^[a-zA-Z0-9_.:-]{1,128}$"},
+        "distinct_tools": lambda: {"maxItems": MAX_TOOLS},
+        "tool_choice": dict,
         "one_of": lambda known: {"enum": list(known)},
         "not_yet": lambda harmless: {
             "enum": [None, *harmless],
@@ -47,18 +67,38 @@ _KEYWORDS: Mapping[str, Callable[..., Json]] = MappingProxyType(
 # What a class checks in code of its own.
 _BY_HAND: Mapping[tuple[type, str], Json] = MappingProxyType(
     {
-        (ContentPart, "type"): {"enum": ["text"]},
-        (ContentPart, "text"): {"type": "string"},
-        (ContentBlock, "type"): {"enum": ["text", "thinking", "redacted_thinking"]},
+        (ContentPart, "type"): {"enum": ["text", "refusal"]},
+        (ContentPart, "text"): {"description": "Required where type is text."},
         (ContentBlock, "text"): {"description": "Required where type is text."},
         (ChatMessage, "content"): {"description": "Required unless role is assistant."},
         (ChatMessage, "tool_calls"): {"description": "Only where role is assistant."},
-        (ChatCompletionRequest, "n"): {"maximum": 1},
-        (ChatCompletionRequest, "logprobs"): {"enum": [False]},
-        (ChatCompletionRequest, "logit_bias"): {
+        (ChatCompletionRequest, "tool_choice"): {
+            "description": "A word, or a function of `tools`; `required` needs `tools`.",
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                refer("schemas", "NamedToolChoice"),
+                {"type": "null"},
+            ],
+        },
+        (CompletionRequest, "prompt"): {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                {"type": "array", "minItems": 1, "items": _TOKEN_ID},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"type": "array", "minItems": 1, "items": _TOKEN_ID},
+                },
+            ]
+        },
+        (ResponseFormat, "json_schema"): {"description": "Required where type is json_schema."},
+        (SamplingRequest, "logit_bias"): {
             "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         },
+        (TokenizeRequest, "messages"): {"minItems": 1},
+        (DetokenizeRequest, "tokens"): {"items": _TOKEN_ID},
         (PrefixRequest, "prompt"): {"description": "Either this or token_ids."},
     }
 )
@@ -67,11 +107,6 @@ _BY_HAND: Mapping[tuple[type, str], Json] = MappingProxyType(
 _ONE_TYPE: Mapping[str, str] = MappingProxyType(
     {"minLength": "string", "maxLength": "string", "minItems": "array", "maxItems": "array", "items": "array"}
 )
-
-
-def refer(kind: str, name: str) -> Json:
-    """A reference to a component of the document."""
-    return {"$ref": f"#/components/{kind}/{name}"}
 
 
 class SchemaBuilder:
@@ -84,12 +119,15 @@ class SchemaBuilder:
     def __init__(self) -> None:
         self.components: Json = {}
         """Schemas by name, each class once."""
+        self._kinds: dict[str, type] = {}
 
     def body_of(self, kind: type[attrs.AttrsInstance]) -> Json:
         """A request body of class ``kind``."""
         return {"required": True, "content": {"application/json": {"schema": self._refer_to(kind)}}}
 
     def _refer_to(self, kind: type[attrs.AttrsInstance]) -> Json:
+        if self._kinds.setdefault(kind.__name__, kind) is not kind:
+            raise TypeError(f"kind: wanted classes of different names, got a second {kind.__name__}")
         if kind.__name__ not in self.components:
             self.components[kind.__name__] = self._describe_class(kind)
         return refer("schemas", kind.__name__)
@@ -142,7 +180,9 @@ def _unite(schemas: list[Json]) -> Json:
 
 def _list_keywords(kind: type, field: attrs.Attribute[Any]) -> Json:
     """What the checks of a field say about its values."""
-    by_hand = _BY_HAND.get((kind, field.name), {})
+    by_hand = next(
+        (_BY_HAND[base, field.name] for base in kind.__mro__ if (base, field.name) in _BY_HAND), {}
+    )
     check = field.validator
     if check is None:
         return dict(by_hand)
@@ -184,7 +224,14 @@ def _make_optional(schema: Json, default: Any) -> Json:
 
 
 def _read_docs(kind: type) -> dict[str, str]:
-    """The docstrings that follow the fields of a class; none where there are no sources."""
+    """The docstrings that follow the fields of a class and its bases; none where there are no sources."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        docs |= _read_own_docs(base)
+    return docs
+
+
+def _read_own_docs(kind: type) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except OSError:

@@ -154,6 +154,12 @@ class ApiSettings:
         Choice(values=("compat", "openai", "seed")),
         "Form of the last frame of an OpenAI stream that carries the usage.",
     )
+    tool_format: Literal["auto", "hermes", "json"] = _option(
+        "auto",
+        Choice(values=("auto", "hermes", "json")),
+        "How the model writes calls of tools: hermes is <tool_call>, json a bare object; auto asks its "
+        "chat template.",
+    )
     validation_status: Literal[422, 400] = _option(
         422, Choice(values=(422, 400)), "HTTP status of a request whose fields are wrong."
     )

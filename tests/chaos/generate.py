@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,12 @@ TEXTS = (
 )  # fmt: skip
 OPTIONAL_SHARE = 0.25
 """How many of the fields that may be left out are there."""
-SHARES = {"content": 0.95, "text": 0.95, "tool_calls": 0.1}
+SHARES = {
+    **dict.fromkeys(
+        ("content", "text", "refusal", "id", "name", "input", "tool_use_id", "json_schema"), 0.95
+    ),
+    **dict.fromkeys(("tool_calls", "tool_choice", "best_of", "top_logprobs"), 0.1),
+}
 """The same of fields for which there are rules that schemas do not tell."""
 NULL_SHARE = 0.1
 BRIEF_SHARE = 0.9
@@ -102,7 +108,8 @@ class RequestGenerator:
     def _make_typed(self, rng: random.Random, schema: Json, kind: str) -> Json:
         if kind == "string":
             low, high = schema.get("minLength", 0), schema.get("maxLength", 1 << 20)
-            return rng.choice([text for text in TEXTS if low <= len(text) <= high])
+            pattern = re.compile(schema.get("pattern", ""))
+            return rng.choice([text for text in TEXTS if low <= len(text) <= high and pattern.search(text)])
         if kind == "boolean":
             return rng.random() < 0.5
         if kind == "integer":

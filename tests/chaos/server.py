@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,9 +93,9 @@ class TrappedModel(ScriptedModel):
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, logits_rows: torch.Tensor
     ) -> torch.Tensor:
         logits = super().__call__(token_ids, positions, kv_cache, logits_rows)
-        row_to_request = {int(end) - 1: b for b, end in enumerate(kv_cache.qo_indptr[1:])}
+        starts = kv_cache.qo_indptr.tolist()
         for i, row in enumerate(logits_rows.tolist()):
-            if self._poisoned[row_to_request[row]]:
+            if self._poisoned[bisect_right(starts, row) - 1]:
                 logits[i, 0] = float("nan")
         return logits
 

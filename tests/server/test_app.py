@@ -49,7 +49,7 @@ def check_error(answer: Answer, status: int, type_: str | None = None) -> dict[s
 # Errors
 
 
-@pytest.mark.parametrize("path", ["/", "/nothing", "/v1", "/v1/completions", "/v1/chat/completions/"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/embeddings", "/v1/chat/completions/"])
 def test_an_unknown_path_is_a_404(path: str) -> None:
     check_error(send("GET", path), 404, "not_found_error")
 
@@ -95,8 +95,9 @@ def test_the_status_of_wrong_fields_is_a_setting() -> None:
 
 @pytest.mark.parametrize("path", POST_ROUTES)
 def test_what_is_not_supported_is_a_400_that_names_it(path: str) -> None:
-    body = check_error(post(path, chat_body(tools=[{"name": "f"}])), 400, "invalid_request_error")
-    assert (body["error"]["param"], body["error"]["code"]) == ("tools", "unsupported")
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    body = check_error(post(path, chat_body(image)), 400, "invalid_request_error")
+    assert (body["error"]["param"], body["error"]["code"]) == ("messages[0].content[0].type", "unsupported")
 
 
 @pytest.mark.parametrize("path", POST_ROUTES)

@@ -49,7 +49,7 @@ def assert_fails_with(result: Result, status: int, text: str) -> None:
 # The command as a whole
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["check"], ["replay"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["check"], ["replay"], ["info"], ["chat"]])
 def test_every_command_explains_itself(command: list[str]) -> None:
     for flag in ("-h", "--help"):
         result = invoke(*command, flag)
@@ -364,7 +364,7 @@ def test_more_tokens_than_the_context_has_room_for_are_not_an_error(scripted_eng
 
 def test_a_prompt_longer_than_the_context_is_one_line_and_status_1(scripted_engine: list[Settings]) -> None:
     result = invoke("generate", "x" * 101, "--raw", "-q")
-    assert_fails_with(result, 1, "Error: maximum context length is 100 tokens")
+    assert_fails_with(result, 1, "maximum context length is 100 tokens")
 
 
 def test_a_model_without_a_chat_template_points_to_raw(

@@ -14,6 +14,7 @@ from astrai_server.handler import ProtocolHandler
 from astrai_server.openai import OpenAIResponseBuilder
 from astrai_server.problem import DeadlineError
 from astrai_server.sse import encode_json
+from astrai_server.stream import FrameStream
 from astrai_server.wire import InvalidRequestError, read_request
 from astrai_triton.errors import EngineUnavailableError, NonFiniteLogitsError, QueueFullError
 from fake_engine import FakeEngine, chat_body
@@ -35,7 +36,22 @@ async def join(handler: ProtocolHandler) -> list[bytes]:
     """All writes of a stream."""
     answer = await handler.handle()
     assert not isinstance(answer, bytes)
-    return [data async for data in answer]
+    return [answer.start(), *await push(answer)]
+
+
+async def push(stream: FrameStream) -> list[bytes]:
+    """All writes after the first, to a reader that is never behind."""
+    writes: list[bytes] = []
+
+    def write(data: bytes) -> bool:
+        writes.append(data)
+        return False
+
+    async def wait_for_room() -> bool:
+        return True
+
+    assert await stream.push(write, wait_for_room)
+    return writes
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -58,10 +74,9 @@ def test_events_that_wait_together_are_written_together() -> None:
     async def use() -> None:
         answer = await make(engine, stream=True).handle()
         assert not isinstance(answer, bytes)
-        stream = aiter(answer)
-        writes = [await anext(stream)]
+        writes = [answer.start()]
         await asyncio.sleep(0.05)
-        writes += [data async for data in stream]
+        writes += await push(answer)
         assert [data.count(b"\n\n") for data in writes] == [1, 6]
 
     run(use)
@@ -94,8 +109,9 @@ def test_a_finished_task_is_not_cancelled() -> None:
         handler = make(engine)
         await handler.handle()
         cancelled: list[None] = []
-        assert handler._task is not None
-        handler._task.cancel = lambda: cancelled.append(None)  # type: ignore[method-assign]
+        assert handler._choices is not None
+        for reader in handler._choices.readers:
+            reader.task.cancel = lambda: cancelled.append(None)  # type: ignore[method-assign]
         handler.close()
         assert not cancelled
 

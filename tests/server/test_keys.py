@@ -197,14 +197,15 @@ def send(method: str, path: str, headers: dict[str, str], **options: Any) -> Ans
         ("GET", "/stats"),
         ("GET", "/debug/prefix"),
         ("GET", "/openapi.json"),
-        ("GET", "/"),
         ("GET", "/nothing"),
         ("DELETE", "/stats"),
         ("GET", "/health/../stats"),
         ("OPTIONS", ROUTES[0]),
     ],
 )
-def test_every_route_but_health_asks_for_a_key(method: str, path: str, headers: dict[str, str]) -> None:
+def test_every_route_but_health_and_page_asks_for_a_key(
+    method: str, path: str, headers: dict[str, str]
+) -> None:
     answer = send(method, path, headers)
     assert answer.status == 401
     body = answer.json

@@ -51,7 +51,7 @@ def refuse(**fields: Any) -> InvalidRequestError:
 
 
 def prompt(*messages: dict[str, Any]) -> str:
-    return bytes(prepare(messages=list(messages)).prompt_ids).decode()
+    return bytes(prepare(messages=list(messages)).prompts[0]).decode()
 
 
 # Parameters
@@ -96,6 +96,14 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         ("max_tokens", -1),
         ("seed", 2**63),
         ("n", 0),
+        ("n", 129),
+        ("top_logprobs", 3),
+        ("top_logprobs", 21),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 2),
+        ("response_format", {"type": "json_schema"}),
         ("presence_penalty", 2.1),
         ("repetition_penalty", 0),
         ("stop", ""),
@@ -146,7 +154,7 @@ def test_max_completion_tokens_wins() -> None:
 def test_max_tokens_is_clamped_to_the_context() -> None:
     engine = FakeEngine(max_seq_len=100)
     context = prepare(engine, max_tokens=10**9, min_tokens=10**9)
-    assert context.params.max_tokens == 100 - len(context.prompt_ids) == context.params.min_tokens
+    assert context.params.max_tokens == 100 - len(context.prompts[0]) == context.params.min_tokens
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
@@ -157,15 +165,8 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "harmless"),
     [
-        ("n", 2, 1),
-        ("logprobs", True, False),
-        ("top_logprobs", 3, 0),
-        ("tools", [{"type": "function"}], []),
-        ("tool_choice", "required", "auto"),
-        ("tool_choice", {"type": "function"}, "none"),
         ("functions", [{}], []),
         ("function_call", {"name": "f"}, "auto"),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("modalities", ["text", "audio"], ["text"]),
         ("audio", {"voice": "x"}, None),
         ("prediction", {"type": "content"}, None),
@@ -200,7 +201,9 @@ def test_every_role_reaches_the_template() -> None:
         {"role": role, "content": role[0]}
         for role in ("developer", "system", "user", "user", "assistant", "tool")
     ]
-    expected = "<system>d<system>s<user>u<user>u<assistant>a<tool>t<assistant>"
+    expected = (
+        "<system>d<system>s<user>u<user>u<assistant>a<user><tool_response>\nt\n</tool_response><assistant>"
+    )
     assert prompt(*messages) == expected
 
 

@@ -134,8 +134,8 @@ def test_openai_errors_are_mapped() -> None:
             create(temperature=3)
         assert (wrong.value.param, wrong.value.type) == ("temperature", "invalid_request_error")
         with pytest.raises(openai.BadRequestError) as unsupported:
-            create(n=2)
-        assert (unsupported.value.param, unsupported.value.code) == ("n", "unsupported")
+            create(functions=[{"name": "f"}])
+        assert (unsupported.value.param, unsupported.value.code) == ("functions", "unsupported")
         with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens") as too_long:
             create(messages=[{"role": "user", "content": "x" * 64}])
         assert too_long.value.code == "context_length_exceeded"
@@ -238,8 +238,8 @@ def test_anthropic_errors_are_mapped() -> None:
 
         with pytest.raises(anthropic.UnprocessableEntityError, match="max_tokens"):
             create(max_tokens=-1)
-        with pytest.raises(anthropic.BadRequestError, match="tools"):
-            create(tools=[{"name": "f", "input_schema": {"type": "object"}}])
+        with pytest.raises(anthropic.BadRequestError, match="container"):
+            create(extra_body={"container": "c"})
         with pytest.raises(anthropic.BadRequestError, match="maximum context length is 64") as too_long:
             create(messages=[{"role": "user", "content": "x" * 64}])
         assert too_long.value.request_id == too_long.value.response.headers["request-id"]

@@ -288,3 +288,96 @@ def test_the_messages_given_are_not_changed() -> None:
     before = copy.deepcopy(messages)
     normalize_messages(messages)
     assert messages == before
+
+
+# Tools. Each template does what those of one family do.
+
+TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}%CALLS%{% endif %}{{ m.content }}{% endfor %}"
+)
+SHOWN_TOOLS = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+
+
+def write_template(calls: str, *, tools: str = SHOWN_TOOLS, turns: str = TURNS) -> str:
+    return tools + turns.replace("%CALLS%", f"{{% for c in m.tool_calls %}}{calls}{{% endfor %}}")
+
+
+TAGGED = (
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>"
+)
+TAGGED_NAME_LAST = (
+    '<tool_call>{"arguments": {{ c.function.arguments | tojson }}, "name": "{{ c.function.name }}"}'
+)
+PLAIN = '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+LISTED = "[TOOL_CALLS] [{{ c.function | tojson }}]"
+ONE_CALL = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}" + PLAIN
+SHORT_IDS = "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}" + LISTED
+XML = "<tool_call><{{ c.function.name }}>{{ c.function.arguments.values() | join }}</{{ c.function.name }}>"
+JOINED = "{{ '<tool_call>' + c.function.arguments }}"
+
+
+@pytest.mark.parametrize(
+    ("calls", "tool_format"),
+    [
+        (TAGGED, "hermes"),
+        (TAGGED_NAME_LAST, "hermes"),
+        (PLAIN, "json"),
+        (LISTED, "json"),
+        (ONE_CALL, "json"),
+        (SHORT_IDS, "json"),
+        (XML, None),
+        (JOINED, None),
+        ("", None),
+    ],
+)
+def test_a_template_shows_how_it_writes_calls(calls: str, tool_format: str | None) -> None:
+    assert ChatTemplate(write_template(calls)).tool_format == tool_format
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values())
+def test_a_template_that_leaves_out_tools_or_calls_has_no_format(source: str) -> None:
+    assert ChatTemplate(source).tool_format is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        write_template(TAGGED, tools=""),
+        write_template(TAGGED, turns=TURNS.replace("{{ m.content }}", "")),
+        write_template(TAGGED, tools="{% if not tools %}{{ raise_exception('no tools') }}{% endif %}"),
+        # Shown in the list of tools only.
+        write_template("", tools=SHOWN_TOOLS + TAGGED.replace("c.function", "tools[0].function")),
+        write_template(TAGGED, turns="{% if tools %}" + TURNS + "{% endif %}"),
+        write_template(
+            TAGGED,
+            turns="{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}"
+            "{% endif %}{% endfor %}" + TURNS,
+        ),
+    ],
+)
+def test_a_format_needs_tools_calls_and_results_with_and_without_tools(source: str) -> None:
+    assert ChatTemplate(source).tool_format is None
+
+
+def test_a_template_for_tools_alone_has_no_format() -> None:
+    # Earlier calls of a conversation that offers no tools would be left out.
+    assert ChatTemplate(CHATML, tool_source=write_template(TAGGED)).tool_format is None
+    assert ChatTemplate(write_template(TAGGED), tool_source=write_template(PLAIN)).tool_format == "json"
+
+
+def test_calls_and_results_are_rendered_by_the_template() -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "nothing", "name": "look", "tool_call_id": "a1b2c3d4e"},
+    ]
+    tools = [{"type": "function", "function": TOOL}]
+    text = ChatTemplate(write_template(TAGGED)).render(normalize_messages(messages), tools=tools)
+    assert text == (
+        '{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": '
+        '{"type": "object", "properties": {}}}}<user>Hi<assistant><tool_call>\n'
+        '{"name": "look", "arguments": {"at": "é"}}\n</tool_call><tool>nothing'
+    )

@@ -7,6 +7,7 @@ import os
 import click
 
 from astrai_server.cli.bench import bench
+from astrai_server.cli.chat import chat
 from astrai_server.cli.check import check
 from astrai_server.cli.failure import OneLineGroup
 from astrai_server.cli.generate import generate
@@ -44,5 +45,5 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-for _command in (serve, generate, check, replay, info, bench):
+for _command in (serve, chat, generate, check, replay, info, bench):
     main.add_command(_command)

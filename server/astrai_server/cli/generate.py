@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import click
 
+from astrai_server.chat.control import ControlFilter
 from astrai_server.cli.failure import debug_flag, is_debug
 from astrai_server.cli.flags import config_flag, give, resolve, setting_flags
 from astrai_server.config import ConfigError, Settings
@@ -112,13 +114,15 @@ def _fit(engine: InferenceEngine, params: SamplingParams, prompt_len: int) -> Sa
 def _stream(handle: TaskHandle, started: float) -> str:
     """Write the answer as it comes; returns the statistics on one line."""
     first = last = started
+    # A terminal obeys what a file or a pipe only carries.
+    clean: Callable[[str], str] = ControlFilter().feed if sys.stdout.isatty() else str
     try:
         for event in handle.iter_events():
             last = time.perf_counter()
             if event.completion_tokens <= 1:
                 first = last
             if event.text:
-                click.echo(event.text, nl=False)
+                click.echo(clean(event.text), nl=False)
             if event.error is not None:
                 raise event.error
     except BaseException:
