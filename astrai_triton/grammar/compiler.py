@@ -20,10 +20,9 @@ from astrai_triton.grammar.vocabulary import GrammarTokenizer, build_engine_toke
 
 __all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarMatcher"]
 
-# The engine would otherwise allow but the canonical tokens of a text that is the only one possible, which
-# needs the tokenizer in every mask. The declaration stands last, so that line numbers in errors are the
-# grammar's.
-_HEADER = '\n%llguidance {"no_forcing": true}\n'
+# Where one text only is possible the engine would otherwise allow its canonical tokens alone, which needs the
+# tokenizer in every mask. The declaration stands last, so that line numbers in errors are the grammar's.
+_TRAILER = '\n%llguidance {"no_forcing": true}\n'
 
 
 class GrammarCompiler:
@@ -72,15 +71,15 @@ class GrammarCompiler:
         try:
             lark = self._write_lark(grammar)
             self._check_characters(lark)
-            compiled = CompiledGrammar(self._engine_tokenizer, lark + _HEADER)
+            compiled = CompiledGrammar(self._engine_tokenizer, lark + _TRAILER)
         finally:
             with self._changed:
+                if compiled is not None:
+                    self._cache[grammar] = compiled
+                    while len(self._cache) > self._cache_size:
+                        self._cache.popitem(last=False)
                 self._pending.discard(grammar)
                 self._changed.notify_all()
-        with self._changed:
-            self._cache[grammar] = compiled
-            while len(self._cache) > self._cache_size:
-                self._cache.popitem(last=False)
         return compiled
 
     def _write_lark(self, grammar: Grammar) -> str:
@@ -96,7 +95,8 @@ class GrammarCompiler:
         if grammar.kind == "json_schema":
             return f"start: %json {self._settle(normalize_schema(_parse_json(source)))}"
         if grammar.kind == "regex":
-            return f"start: /{regex_to_lark(source)}/"
+            # Two slashes begin a comment.
+            return f"start: /{regex_to_lark(source)}/" if source else 'start: ""'
         return self._settle_embedded(source)
 
     def _check_characters(self, lark: str) -> None:

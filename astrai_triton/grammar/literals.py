@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from astrai_triton.errors import GrammarError
+from astrai_triton.grammar.limits import MAX_NESTING
 from astrai_triton.grammar.numbers import is_exact, is_number
 
 _ESCAPED = frozenset("\b\f\n\r\t")
@@ -34,18 +35,26 @@ def identify(value: Any) -> object:
     return (type_of(value), value)
 
 
-def check_literal(value: Any, where: str) -> int:
+def check_literal(value: Any, where: str, depth: int = 0) -> int:
     """Number of values inside of ``value``, itself included.
 
+    Args:
+        value: parsed JSON.
+        where: place in the document, for errors.
+        depth: lists and objects around ``value``.
+
     Raises:
-        GrammarError: a number that is not kept exactly, or a string with a character that is not written.
+        GrammarError: nested too deeply, a number that is not kept exactly, or a string with a character that
+            is not written.
     """
+    if depth > MAX_NESTING:
+        raise GrammarError(f"{where}: nests more than {MAX_NESTING} brackets")
     if isinstance(value, list):
-        return 1 + sum(check_literal(item, where) for item in value)
+        return 1 + sum(check_literal(item, where, depth + 1) for item in value)
     if isinstance(value, dict):
         for name in value:
             check_text(name, where)
-        return 1 + sum(check_literal(item, where) for item in value.values())
+        return 1 + sum(check_literal(item, where, depth + 1) for item in value.values())
     if isinstance(value, str):
         check_text(value, where)
     elif is_number(value) and not (math.isfinite(value) and is_exact(value)):

@@ -65,18 +65,19 @@ class ObjectKeywords:
             )
         for name in properties:
             check_text(name, f"{self._where}/properties")
-        return {name: self._read_part(part, f"properties/{name}") for name, part in properties.items()}
+        return {name: self._read_part(part, f"properties/{name[:60]}") for name, part in properties.items()}
 
     def _read_pattern_properties(self) -> dict[str, Any]:
         patterns = self._schema["patternProperties"]
         if not isinstance(patterns, dict):
             raise GrammarError(f"{self._where}/patternProperties: wanted an object of schemas")
-        return {
-            translate_pattern(pattern, f"{self._where}/patternProperties"): self._read_part(
-                part, f"patternProperties/{pattern}"
-            )
-            for pattern, part in patterns.items()
-        }
+        found: dict[str, Any] = {}
+        for pattern, part in patterns.items():
+            translated = translate_pattern(pattern, f"{self._where}/patternProperties")
+            node = self._read_part(part, f"patternProperties/{pattern[:60]}")
+            # Different spellings of one pattern are one pattern.
+            found[translated] = {"allOf": [found[translated], node]} if translated in found else node
+        return found
 
     def _read_required(self) -> list[str]:
         required = self._schema["required"]
@@ -142,7 +143,7 @@ class ObjectKeywords:
         missing = [name for name in found.get("required", ()) if name not in allowed]
         if missing:
             raise GrammarError(
-                f"{where}: the required property {missing[0]!r} is not among the allowed names"
+                f"{where}: the required property {missing[0][:80]!r} is not among the allowed names"
             )
         if len(allowed) > MAX_PROPERTIES:
             raise GrammarError(f"{where}: {len(allowed)} names; at most {MAX_PROPERTIES} are taken")

@@ -93,7 +93,7 @@ class _Reader:
             return schema
         if not isinstance(schema, dict):
             raise GrammarError(f"{where}: a schema is an object or a boolean, got {str(schema)[:80]!r}")
-        if schema.get("not") in ({}, True) and "not" in schema:
+        if schema.get("not") is True or schema.get("not") == {}:
             return False
         parts: list[tuple[str, Any]] = []
         has_constraints = False
@@ -157,7 +157,7 @@ class _Reader:
         pointer, target = self._references.resolve(value, where)
         if pointer not in self._names:
             self._names[pointer] = f"d{len(self._names)}"
-            self._pending.append((self._names[pointer], f"schema{pointer}", target))
+            self._pending.append((self._names[pointer], f"schema{pointer[:200]}", target))
         return "$ref", f"#/$defs/{self._names[pointer]}"
 
     def _read_list(self, value: Any, where: str, depth: int) -> list[Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 
@@ -32,10 +32,14 @@ class Grammar:
         kind: what ``source`` is written in.
         source: the JSON text of a JSON Schema, a grammar in llguidance's Lark dialect, or a regular
             expression that the whole answer matches.
+
+    Raises:
+        ValueError: ``kind`` is none of these.
+        TypeError: ``source`` is not a string.
     """
 
-    kind: GrammarKind
-    source: str
+    kind: GrammarKind = attrs.field(validator=attrs.validators.in_(get_args(GrammarKind)))
+    source: str = attrs.field(validator=attrs.validators.instance_of(str))
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
@@ -43,11 +47,13 @@ class Grammar:
 
         Raises:
             TypeError: ``schema`` has a value that is not JSON.
-            ValueError: ``schema`` has NaN or an infinity, or contains itself.
+            ValueError: ``schema`` has NaN or an infinity, contains itself or nests too deeply.
         """
-        return cls(
-            "json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        )
+        try:
+            source = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except RecursionError as error:
+            raise ValueError("schema: nests too deeply") from error
+        return cls("json_schema", source)
 
     @classmethod
     def json_object(cls) -> Grammar:

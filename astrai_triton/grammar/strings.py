@@ -51,7 +51,7 @@ def read_string_keywords(schema: Mapping[str, Any], where: str) -> dict[str, Any
             raise GrammarError(f"{where}/pattern: wanted a string")
         found["pattern"] = translate_pattern(schema["pattern"], f"{where}/pattern")
     if "format" in schema:
-        name = schema["format"]
+        name = str(schema["format"])
         if name in _OWN_FORMATS:
             if "pattern" in found:
                 found["allOf"] = [{"pattern": _OWN_FORMATS[name]}]
@@ -61,7 +61,7 @@ def read_string_keywords(schema: Mapping[str, Any], where: str) -> dict[str, Any
             found["format"] = name
         else:
             raise GrammarError(
-                f"{where}: format {str(name)[:80]!r} is not supported; there are "
+                f"{where}: format {name[:80]!r} is not supported; there are "
                 f"{', '.join(STRING_FORMATS)}, or use pattern"
             )
     return found

@@ -6,6 +6,7 @@ import click
 
 from astrai_bench.cross import cross
 from astrai_bench.engine import engine
+from astrai_bench.grammars import grammar
 from astrai_bench.kernels import COMMANDS
 from astrai_bench.static_command import static
 
@@ -17,5 +18,5 @@ def bench() -> None:
     """Measure the kernels, or tell without a GPU what to expect of them."""
 
 
-for _command in (*COMMANDS, static, cross, engine):
+for _command in (*COMMANDS, static, cross, engine, grammar):
     bench.add_command(_command)

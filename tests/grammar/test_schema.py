@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from astrai_triton.errors import GrammarError
 from astrai_triton.grammar import Grammar
 from astrai_triton.grammar.compiler import GrammarCompiler
+from astrai_triton.grammar.keywords import APPLICATORS, CONSTRAINTS, CONTAINERS
 from astrai_triton.grammar.schema import normalize_schema
 
 Accepts = Callable[[Any, str], bool]
+
+WORDS = sorted(
+    APPLICATORS | CONSTRAINTS | CONTAINERS | {"not", "if", "$id", "$schema", "uniqueItems", "title"}
+)
 
 REFUSED: tuple[tuple[Any, str], ...] = (
     ([], "a schema is an object or a boolean"),
@@ -46,6 +54,7 @@ REFUSED: tuple[tuple[Any, str], ...] = (
     ({"enum": "abc"}, "at least one value"),
     ({"const": 2**53 + 1}, "more digits than are kept exactly"),
     ({"enum": [0.1 + 0.2]}, "more digits than are kept exactly"),
+    ({"const": json.loads("[" * 300 + "]" * 300)}, "nests more than 100 brackets"),
     ({"const": "a\u0000"}, r"control character U\+0000"),
     ({"const": {"\x7f": 1}}, r"control character U\+007F"),
     ({"properties": {"\x1b": {}}}, r"control character U\+001B"),
@@ -119,27 +128,81 @@ MEANINGS: tuple[tuple[Any, tuple[str, ...], tuple[str, ...]], ...] = (
     ({"type": "number", "maximum": 0.9999999999999999}, ("0.5",), ("1", "1.0")),
     ({"type": "integer", "multipleOf": 3, "maximum": 10}, ("9", "-3", "0"), ("10", "12", "4")),
     ({"type": "string", "maxLength": 2}, ('"é😀"', '"\\n\\""'), ('"abc"', '"\\u0061"')),
-    ({"type": "string", "format": "date"}, ('"2024-02-29"',), ('"2023-02-29"', '"1900-02-29"', '"0000-01-01"')),
-    ({"type": "string", "format": "time"}, ('"23:59:59.5Z"', '"00:00:00+01:00"'), ('"24:00:00Z"', '"23:59:60Z"')),
+    (
+        {"type": "string", "format": "date"},
+        ('"2024-02-29"',),
+        ('"2023-02-29"', '"1900-02-29"', '"0000-01-01"'),
+    ),
+    (
+        {"type": "string", "format": "time"},
+        ('"23:59:59.5Z"', '"00:00:00+01:00"'),
+        ('"24:00:00Z"', '"23:59:60Z"'),
+    ),
     ({"type": "string", "format": "date", "pattern": "^2"}, ('"2000-01-01"',), ('"1999-01-01"', '"2"')),
-    ({"items": [{"type": "null"}], "additionalItems": {"type": "integer"}, "type": "array"}, ("[null,1]", "[]"), ("[1]", "[null,null]")),
-    ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, ("[]", "[null]"), ("[null,null]",)),
-    ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, ('{"a":1,"b":"x"}', "3"), ('{"b":1}', '{"a":1,"\\u0061":"x"}')),
-    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}}, ('{"b":null}',), ('{"c":null}', '{"a":1}')),
+    (
+        {"items": [{"type": "null"}], "additionalItems": {"type": "integer"}, "type": "array"},
+        ("[null,1]", "[]"),
+        ("[1]", "[null,null]"),
+    ),
+    (
+        {"type": "array", "prefixItems": [{"type": "null"}], "items": False},
+        ("[]", "[null]"),
+        ("[null,null]",),
+    ),
+    (
+        {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        ('{"a":1,"b":"x"}', "3"),
+        ('{"b":1}', '{"a":1,"\\u0061":"x"}'),
+    ),
+    (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}},
+        ('{"b":null}',),
+        ('{"c":null}', '{"a":1}'),
+    ),
     ({"type": "object", "propertyNames": {"pattern": "^k"}}, ('{"k1":1}', "{}"), ('{"x":1}',)),
-    ({"type": "object", "minProperties": 1, "additionalProperties": {"type": "null"}}, ('{"a":null}',), ("{}",)),
-    ({"patternProperties": {"^a": {"type": "null"}}, "properties": {"ab": {}}, "type": "object"}, ('{"ab":null}',), ('{"ab":1}',)),
-    ({"additionalProperties": False, "anyOf": [{"type": "object"}], "patternProperties": {"^a": {}}}, ('{"a":1}',), ('{"b":1}',)),
+    (
+        {"type": "object", "minProperties": 1, "additionalProperties": {"type": "null"}},
+        ('{"a":null}',),
+        ("{}",),
+    ),
+    (
+        {"patternProperties": {"^a": {"type": "null"}}, "properties": {"ab": {}}, "type": "object"},
+        ('{"ab":null}',),
+        ('{"ab":1}',),
+    ),
+    (
+        {"additionalProperties": False, "anyOf": [{"type": "object"}], "patternProperties": {"^a": {}}},
+        ('{"a":1}',),
+        ('{"b":1}',),
+    ),
     ({"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"const": 1}}}, ("1",), ("2",)),
     ({"$ref": "#here", "$defs": {"x": {"$anchor": "here", "const": 1}}}, ("1",), ("2",)),
-    ({"$id": "https://a.b/c", "$ref": "https://a.b/c#/$defs/x", "$defs": {"x": {"const": 1}}}, ("1",), ("2",)),
+    (
+        {"$id": "https://a.b/c", "$ref": "https://a.b/c#/$defs/x", "$defs": {"x": {"const": 1}}},
+        ("1",),
+        ("2",),
+    ),
     ({"$ref": "#/$defs/a", "maximum": 5, "$defs": {"a": {"type": "integer"}}}, ("5",), ("6",)),
     ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 5}, ("5",), ("6",)),
     ({"anyOf": [{"type": "null"}], "oneOf": [{"type": "null"}, {"type": "integer"}]}, ("null",), ("1",)),
     ({"allOf": [{"pattern": "a"}, {"pattern": "b"}], "type": "string"}, ('"ab"', '"ba"'), ('"a"',)),
     ({"anyOf": [{"not": {}}, {"const": 1}]}, ("1",), ("2",)),
+    (
+        {
+            "type": "object",
+            "properties": {"$ref": {"type": "string"}, "x-guidance": {}, "allOf": {"type": "null"}},
+        },
+        ('{"$ref":"a","x-guidance":1,"allOf":null}',),
+        ('{"$ref":1}', '{"allOf":1}'),
+    ),
+    ({"const": {"$ref": "#/nope", "$id": "a"}}, ('{"$ref":"#/nope","$id":"a"}',), ("1",)),
+    (
+        {"type": "object", "patternProperties": {"^a*?b": {"type": "integer"}, "^a*b": {"maximum": 5}}},
+        ('{"ab":5}',),
+        ('{"ab":6}', '{"ab":"x"}'),
+    ),
     ({"enum": [1, "a", {"k": [None]}]}, ("1", '"a"', '{"k": [null]}'), ("2", '{"k":[]}')),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("schema", "allowed", "forbidden"), MEANINGS)
@@ -160,7 +223,14 @@ def test_white_space_is_bounded_and_as_models_write_it(accepts: Accepts) -> None
         '{\n\t"a": {\n\t\t"b": 1\n\t}\n}',
     ):
         assert accepts(schema, text), text
-    for text in ('{"a":  1}', '{\n\n"a": 1}', '{"a": 1} ', ' {"a": 1}', '{"a":\r\n1}', '{"a": 1\n' + " " * 33 + "}"):
+    for text in (
+        '{"a":  1}',
+        '{\n\n"a": 1}',
+        '{"a": 1} ',
+        ' {"a": 1}',
+        '{"a":\r\n1}',
+        '{"a": 1\n' + " " * 33 + "}",
+    ):
         assert not accepts(schema, text), text
 
 
@@ -178,7 +248,10 @@ def test_white_space_is_bounded_and_as_models_write_it(accepts: Accepts) -> None
         ([{"type": "string", "maxLength": 1}, {"type": "string", "minLength": 2}], True),
         ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], True),
         ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/c"}], False),
-        ([{"allOf": [{"$ref": "#/$defs/a"}, {}]}, {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}], True),
+        (
+            [{"allOf": [{"$ref": "#/$defs/a"}, {}]}, {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}],
+            True,
+        ),
         ([{"type": "object", "required": ["x"]}, {"type": "object", "additionalProperties": False}], True),
         ([{"properties": {"k": {"const": 1}}}, {"properties": {"k": {"const": 2}}}], False),
         ([{}, {"type": "string"}], False),
@@ -229,24 +302,61 @@ def test_a_schema_applied_to_itself_is_refused(compiler: GrammarCompiler) -> Non
     ("schema", "text", "dead_end"),
     [
         (
-            {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}}},
+            {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/x"}},
+                "$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}},
+            },
             "{}",
             '{"a"',
         ),
         (
-            {"anyOf": [{"type": "object", "properties": {"k": {"type": "string", "pattern": "^\\x01$"}}, "required": ["k"]}, {"type": "null"}]},
+            {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {"k": {"type": "string", "pattern": "^\\x01$"}},
+                        "required": ["k"],
+                    },
+                    {"type": "null"},
+                ]
+            },
             "null",
             "{",
         ),
         ({"type": ["array", "null"], "items": {"type": "string", "pattern": "^\\x01$"}}, "[]", '["'),
         ({"type": ["array", "null"], "items": {"$ref": "#"}, "minItems": 1}, "[null]", "[]"),
     ],
-)  # fmt: skip
+)
 def test_parts_without_a_text_are_cut_out(
     accepts: Accepts, compiler: GrammarCompiler, schema: Any, text: str, dead_end: str
 ) -> None:
     assert accepts(schema, text)
     matcher = compiler.compile(Grammar.json_schema(schema)).start()
+    *way, end = dead_end.encode()
+    for byte in way:
+        matcher.accept(byte)
     with pytest.raises(GrammarError, match="not legal"):
-        for byte in dead_end.encode():
-            matcher.accept(byte)
+        matcher.accept(end)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=3)),
+    lambda parts: (
+        st.lists(parts, max_size=3)
+        | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=3), parts, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from(WORDS), JSON, max_size=5))
+def test_whatever_stands_under_a_keyword_is_taken_or_refused(
+    compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    refusal = ""
+    try:
+        compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    except GrammarError as error:
+        refusal = str(error)
+    assert len(refusal) < 1000

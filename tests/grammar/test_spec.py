@@ -29,6 +29,21 @@ def test_what_is_not_json_is_no_schema() -> None:
         Grammar.json_schema({"minimum": float("nan")})
 
 
+def test_a_schema_that_nests_without_end_is_no_schema() -> None:
+    schema: dict[str, object] = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    with pytest.raises(ValueError, match="nests too deeply"):
+        Grammar.json_schema(schema)
+
+
+def test_another_kind_of_grammar_is_refused() -> None:
+    with pytest.raises(ValueError, match="gbnf"):
+        Grammar("gbnf", "root ::= x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="source"):
+        Grammar("regex", b"x")  # type: ignore[arg-type]
+
+
 def test_the_package_comes_without_the_grammar_engine() -> None:
     code = "import sys, astrai_triton.grammar; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
