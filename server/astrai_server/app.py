@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, get_args
 
+import attrs
 from aiohttp import HttpVersion11, web
 
 from astrai_server import openapi, page
@@ -53,6 +54,7 @@ CREATED = web.AppKey("CREATED", int)
 
 _REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 _REPORT = web.RequestKey("REPORT", Report)
+_PROMPT_FIELD = web.RequestKey("PROMPT_FIELD", str)
 _KEY_NAME = web.RequestKey("KEY_NAME", str)
 
 INLINE_BYTES = 64 << 10
@@ -157,7 +159,10 @@ async def _respond(http: web.Request, handler: Handler, request_id: str) -> web.
     except Exception as error:
         if is_internal(error):
             logger.exception("%s failed", request_id)
-        return explain(error, http.app[SETTINGS].api.validation_status).as_response(request_id)
+        problem = explain(error, http.app[SETTINGS].api.validation_status)
+        if problem.param == "messages":
+            problem = attrs.evolve(problem, param=http.get(_PROMPT_FIELD, problem.param))
+        return problem.as_response(request_id)
 
 
 def _allowed_origin(http: web.Request) -> str | None:
@@ -191,6 +196,7 @@ async def _set_headers(http: web.Request, response: web.StreamResponse) -> None:
 async def _answer(builder: ResponseBuilder[Any, Any], http: web.Request) -> web.StreamResponse:
     """A request of the protocol ``builder`` speaks."""
     limits, key = http.app[SETTINGS].limits, http.get(_KEY_NAME)
+    http[_PROMPT_FIELD] = builder.prompt_field
     with http.app[GATE].enter(key) as engine:
         body = await _read_body(http, limits)
         request = await _parse(http[_REQUEST_ID], body, builder.request_type)

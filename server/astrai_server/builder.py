@@ -111,6 +111,9 @@ class ResponseBuilder(ABC, Generic[RequestT, ContextT]):
     awaits_prefill: ClassVar[bool] = False
     """Whether the first frame needs the number of cached tokens, known once prefill begins."""
 
+    prompt_field: ClassVar[str] = "messages"
+    """Field to blame for a prompt that is too long."""
+
     @abstractmethod
     def prepare(self, request: RequestT, engine: InferenceEngine) -> ContextT:
         """Render, tokenise and limit. May take long; runs outside of the event loop.

@@ -38,6 +38,8 @@ class ChoiceReader:
         """How it ended; None so far, and where it failed."""
         self.error: Exception | None = None
         """What it failed with."""
+        self.is_satisfied = False
+        """It is complete, though its task may go on."""
         self.is_cut = False
         """A call in it broke off with the text."""
         self._logprobs: list[TokenLogprob] = []
@@ -47,7 +49,7 @@ class ChoiceReader:
         """Pieces of tokens that are text and no more."""
         if self.parser is None:
             return [Text(text) for text in texts if text]
-        return self._attach(self.parser.push("".join(texts)))
+        return self._push(self.parser, "".join(texts))
 
     def read(self, events: Iterable[TokenEvent]) -> list[Piece]:
         """Pieces of the events that come next, up to where nothing more is wanted."""
@@ -61,13 +63,9 @@ class ChoiceReader:
                 continue
             self._logprobs += event.logprobs
             if event.text:
-                pieces += self._attach(self.parser.push(event.text))
+                pieces += self._push(self.parser, event.text)
             if event.finish_reason is not None or self.is_satisfied:
-                rest = self.parser.flush()
-                self.is_cut = any(isinstance(piece, CallArguments) for piece in rest)
-                pieces += self._attach(rest)
-                if self._logprobs:
-                    pieces.append(self._take_logprobs(""))
+                pieces += self._flush(self.parser)
                 break
         return pieces
 
@@ -76,10 +74,17 @@ class ChoiceReader:
         """Whether nothing follows."""
         return self.choice is not None or self.error is not None
 
-    @property
-    def is_satisfied(self) -> bool:
-        """Whether it is complete though its task goes on."""
-        return self.parser is not None and self.parser.is_done
+    def _push(self, parser: AnswerParser, text: str) -> list[Piece]:
+        pieces = self._attach(parser.push(text))
+        self.is_satisfied = parser.is_done
+        return pieces
+
+    def _flush(self, parser: AnswerParser) -> list[Piece]:
+        """The last pieces; a call that they complete is not one that the model completed."""
+        pieces = parser.flush()
+        self.is_cut = any(isinstance(piece, CallArguments) for piece in pieces)
+        pieces = self._attach(pieces)
+        return [*pieces, self._take_logprobs("")] if self._logprobs else pieces
 
     def _attach(self, pieces: list[Piece]) -> list[Piece]:
         """Give log-probabilities that wait to the first text among ``pieces``."""

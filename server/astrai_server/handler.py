@@ -66,7 +66,11 @@ class ProtocolHandler:
         choices = self._submit(context)
         if not context.is_stream:
             ended = await _collect(choices)
-            return self._builder.format_response(context, ended, self.report.usage)
+            usage, format_response = self.report.usage, self._builder.format_response
+            if not context.params.logprobs:
+                return format_response(context, ended, usage)
+            # Tens of thousands of alternatives take longer than a frame of another client may wait.
+            return await asyncio.to_thread(format_response, context, ended, usage)
         if self._builder.awaits_prefill:
             await choices.wait_for_prefill()
         return FrameStream(context, choices, self._builder, request_id=self._request_id)
@@ -89,7 +93,9 @@ class ProtocolHandler:
                 salt=self._salt,
             )
         except (TypeError, ValueError) as error:
-            raise InvalidRequestError(Issue((), str(error))) from error
+            # Of several choices, more than the queue can hold is all that may still be wrong.
+            path = ("n",) if context.num_choices > 1 else ()
+            raise InvalidRequestError(Issue(path, str(error))) from error
         choices = self._choices = Choices(tasks, context, self.report)
         if self._timeout_s is not None:
             left = self._timeout_s - (time.perf_counter() - self.report.started)

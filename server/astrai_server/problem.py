@@ -87,6 +87,8 @@ class Problem:
     """Path of the field at fault."""
     detail: Any = None
     """For readers of FastAPI's errors; None is the message."""
+    details: Mapping[str, Any] | None = None
+    """``details`` of the ``error`` member, for clients that act on them."""
     retry_after_s: float | None = None
     headers: Mapping[str, str] = attrs.field(factory=dict)
     """Further headers of the response."""
@@ -100,7 +102,13 @@ class Problem:
 
     def as_error(self) -> dict[str, Any]:
         """The ``error`` member of the body."""
-        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return error if self.details is None else error | {"details": dict(self.details)}
 
     def as_body(self, request_id: str) -> dict[str, Any]:
         """The whole body."""
@@ -178,6 +186,7 @@ def _explain_issues(error: InvalidRequestError, validation_status: int) -> Probl
         message=str(error),
         param=first.where or None,
         code="unsupported" if first.is_unsupported else "invalid_value",
+        details=first.details,
         detail=[
             {
                 "loc": ["body", *issue.path],

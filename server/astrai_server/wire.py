@@ -47,6 +47,8 @@ class Issue:
     message: str
     is_unsupported: bool = False
     """The value is meaningful, this server just does not do it (yet)."""
+    details: Mapping[str, Any] | None = None
+    """For clients that can help themselves: ``error.details``."""
 
     @property
     def where(self) -> str:
@@ -266,10 +268,14 @@ def _make_union_hook(converter: Converter, kind: Any) -> Hook:
 def _make_class_hook(converter: Converter, kind: Any) -> Hook:
     structure_fields = make_dict_structure_fn(kind, converter, _cattrs_detailed_validation=True)
     optional = frozenset(field.name for field in attrs.fields(kind) if field.default is not attrs.NOTHING)
+    sort = next((field for field in attrs.fields(kind) if field.name == "type"), None)
 
     def structure(value: Any, _: Any) -> Any:
         if type(value) is not dict:
             raise _refuse_type("an object", value)
+        if sort is not None and sort.validator is not None and type(value.get("type")) is str:
+            # What is of another type has other fields: to miss those of this one would mislead.
+            sort.validator(None, sort, value["type"])
         given = {key: item for key, item in value.items() if item is not None or key not in optional}
         return structure_fields(given, kind)
 

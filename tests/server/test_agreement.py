@@ -122,6 +122,8 @@ def test_of_text(server: Server, path: str, text: bytes, stops: list[str], max_t
     assert whole.text == said if not ends else said.startswith(whole.text) and len(whole.text) >= min(ends)
     if len(ends) == 1:
         assert whole.text == said[: ends[0]]
+    if not ends:
+        assert (whole.reason in ("length", "max_tokens")) == (len(text) >= max_tokens)
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
@@ -137,14 +139,33 @@ def test_of_calls(
     whole, streamed = server.ask(path, text, **fields)
     assert streamed == whole
     if not stops:
-        said, calls = parse(text[:max_tokens].decode(errors="replace"), is_parallel)
+        said, calls, is_done = parse(text[:max_tokens].decode(errors="replace"), is_parallel)
         assert (whole.text, whole.calls) == (said, calls)
+        has_ended = len(text) < max_tokens
+        assert (whole.reason in ("tool_calls", "tool_use")) == (is_done or (has_ended and bool(calls)))
+        assert (whole.reason in ("length", "max_tokens")) == (not is_done and not has_ended)
 
 
-def parse(text: str, is_parallel: bool) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """Text and calls, by the parser alone, all at once."""
+@pytest.mark.parametrize("num_more", [0, 1, 40])
+def test_how_the_text_goes_on_behind_the_only_call_does_not_count(server: Server, num_more: int) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}'
+    fields = {"tools": tools_of(CHAT), "parallel_tool_calls": False, "max_tokens": len(call) + num_more}
+    expected = Reading(text="", reason="tool_calls", calls=(("f", {}),))
+    assert server.ask(CHAT, f"{call}}}{'z' * 100}".encode(), **fields) == (expected, expected)
+
+
+def test_the_only_call_that_breaks_off_does_not_make_the_answer_complete(server: Server) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": "x'
+    fields = {"tools": tools_of(CHAT), "parallel_tool_calls": False, "max_tokens": len(call)}
+    expected = Reading(text="", reason="length", calls=(("f", {"a": "x"}),))
+    assert server.ask(CHAT, f"{call}{'y' * 100}".encode(), **fields) == (expected, expected)
+
+
+def parse(text: str, is_parallel: bool) -> tuple[str, tuple[tuple[str, Any], ...], bool]:
+    """Text, calls, and whether nothing more was wanted, by the parser alone, all at once."""
     parser = ToolCallParser(["f"], tool_format="auto", is_parallel=is_parallel, new_id=lambda: "id")
-    pieces = parser.push(text) + parser.flush()
+    pieces, is_done = parser.push(text), parser.is_done
+    pieces += parser.flush()
     arguments: dict[int, str] = {}
     for piece in pieces:
         if isinstance(piece, CallArguments):
@@ -152,7 +173,7 @@ def parse(text: str, is_parallel: bool) -> tuple[str, tuple[tuple[str, Any], ...
     calls = [
         (piece.name, json.loads(arguments[piece.index])) for piece in pieces if isinstance(piece, CallStart)
     ]
-    return "".join(piece.text for piece in pieces if isinstance(piece, Text)), tuple(calls)
+    return "".join(piece.text for piece in pieces if isinstance(piece, Text)), tuple(calls), is_done
 
 
 @settings(max_examples=40)

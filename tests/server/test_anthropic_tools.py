@@ -93,7 +93,7 @@ def test_what_a_user_says_beside_a_result_stays_in_its_place() -> None:
         ([{"role": "user", "content": [CALL]}], "messages[0].content[0].type", False),
         ([USER, result("x") | {"role": "assistant"}], "messages[1].content[0].type", False),
         (
-            [USER, ASKED, result([{"type": "image", "text": ""}])],
+            [USER, ASKED, result([{"type": "image", "source": {}}])],
             "messages[2].content[0].content[0].type",
             True,
         ),
@@ -120,7 +120,7 @@ def test_bad_calls_and_results_are_refused_with_their_path(
         ({"tools": TOOLS, "tool_choice": {"type": "maybe"}}, "tool_choice.type"),
         ({"tools": TOOLS * 2}, "tools[1].name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     ],
 )
 def test_bad_tools_are_refused_with_their_path(fields: dict[str, Any], where: str) -> None:
@@ -325,8 +325,6 @@ def test_the_tool_runner_of_the_official_client_runs_tools(stream: bool) -> None
             messages=[{"role": "user", "content": "u"}],
             tools=[f],
             stream=stream,
-            # It would rather have the server keep the conversation.
-            thread=False,
             extra_body={"temperature": 0},
         )
         final = runner.until_done()

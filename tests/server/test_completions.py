@@ -317,3 +317,22 @@ def test_a_fault_in_one_choice_ends_the_stream_with_one_error() -> None:
         assert engine.get_stats()["total_tokens"] < 400
     assert error.keys() == {"error"}
     assert error["error"]["type"] == "api_error"
+
+
+def test_a_prompt_that_is_too_long_is_the_prompts_fault() -> None:
+    async def use(client: Client) -> Answer:
+        return await client.post("/v1/completions", {"prompt": "x" * 600, "max_tokens": 1})
+
+    with run_engine(max_seq_len=64) as engine:
+        answer = ask(engine, use)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "prompt")
+    assert answer.json["error"]["code"] == "context_length_exceeded"
+
+
+def test_more_choices_than_the_queue_takes_are_refused_by_name() -> None:
+    async def use(client: Client) -> Answer:
+        return await client.post("/v1/completions", {"prompt": "x", "n": 5})
+
+    with run_engine(max_queue=4) as engine:
+        answer = ask(engine, use)
+    assert (answer.status, answer.json["error"]["param"]) == (422, "n")

@@ -55,6 +55,7 @@ class CompletionResponseBuilder(base.ResponseBuilder[CompletionRequest, Completi
     """
 
     request_type = CompletionRequest
+    prompt_field = "prompt"
 
     def __init__(self, usage_frame: UsageFrame = "compat") -> None:
         self._usage_frame = usage_frame
@@ -226,7 +227,6 @@ def _find_offsets(tokenizer: TokenSpeller, ids: Sequence[int], echo: str) -> lis
     for token_id in ids:
         offsets.append(end)
         end += len(decoder.decode(spell_token(tokenizer, token_id)[1]))
-    end += len(decoder.decode(b"", final=True))
     # What a tokenizer puts before a text, a space or the token of its beginning, is not in the echo.
     added = max(0, end - len(echo))
     return [max(0, offset - added) for offset in offsets]
