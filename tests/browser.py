@@ -164,6 +164,12 @@ class Page:
         await self.call("Page.navigate", url=url)
         await self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
+    async def reload(self) -> None:
+        """Load the page anew and wait for it to be complete."""
+        await self.evaluate("void (window.isOld = true)")
+        await self.call("Page.reload")
+        await self.wait("!window.isOld && document.readyState === 'complete'")
+
     async def evaluate(self, expression: str) -> Any:
         """Value of a JavaScript expression, awaited if it is a promise; fails where it throws."""
         result = await self.call(

@@ -53,7 +53,8 @@ class Chat:
             f"""{{
                 const field = document.getElementById({json.dumps(name)});
                 field.value = {json.dumps(value)};
-                for (const event of ["input", "change"]) field.dispatchEvent(new Event(event, {{ bubbles: true }}));
+                for (const name of ["input", "change"])
+                    field.dispatchEvent(new Event(name, {{ bubbles: true }}));
             }}"""
         )
 

@@ -176,15 +176,30 @@ def test_a_reload_keeps_the_conversation_and_the_settings(devtools: str) -> None
     async def use(chat: Chat, _: Client) -> None:
         await chat.set_field("top_k", "3")
         await chat.ask("one")
-        await chat.page.evaluate("void (window.isOld = true)")
-        await chat.page.call("Page.reload")
-        await chat.page.wait(f"!window.isOld && document.readyState === 'complete' && {READY}")
+        # A tab that is discarded does not get to save anything.
+        assert "fine" in await chat.page.evaluate("sessionStorage['astrai.chat']")
+        await chat.page.reload()
+        await chat.page.wait(READY)
         await chat.ask("two")
         assert await chat.page.evaluate("localStorage.length") == 0
 
     visit(devtools, engine, use)
     assert engine.prompts[1] == "<user>one<assistant>fine<user>two<assistant>"
     assert engine.params[1].top_k == 3
+
+
+def test_a_reload_in_mid_stream_cancels_the_task_and_keeps_the_text(devtools: str) -> None:
+    engine = make_held_engine("Half", " of it")
+
+    async def use(chat: Chat, client: Client) -> None:
+        await chat.send("one")
+        await chat.wait_for_answer("Half")
+        await chat.page.reload()
+        await wait_for_cancel(engine, client)
+        await chat.wait_for_answer("Half")
+        assert (await chat.read_facts())["finish"] == "stopped by you"
+
+    visit(devtools, engine, use)
 
 
 def test_a_new_chat_can_be_taken_back_until_something_is_asked(devtools: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from typing import Any
 
 import pytest
@@ -20,8 +20,12 @@ def list_faults(chat: Chat) -> list[Any]:
     return [problem for problem in chat.page.problems if problem.source != "network"]
 
 
-def test_a_server_that_loads_is_waited_for_and_then_asked(devtools: str) -> None:
+def test_a_server_that_loads_is_waited_for_and_then_asked(
+    devtools: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine()
+    # The page does not sit that out once the model is there.
+    monkeypatch.setattr("astrai_server.problem.UNAVAILABLE_RETRY_S", 500.0)
 
     async def use(chat: Chat, client: Client) -> None:
         page = chat.page
@@ -127,6 +131,42 @@ def test_a_server_that_is_gone_is_noticed_and_found_again(devtools: str) -> None
         await chat.press_button("Try again")
         await chat.wait_for_answer("Hello")
         assert list_faults(chat) == []
+
+    visit(devtools, FakeEngine(), use)
+
+
+def test_a_stream_that_ends_too_early_is_no_answer(devtools: str) -> None:
+    async def use(chat: Chat, _: Client) -> None:
+        frame = 'data: {"choices":[{"index":0,"delta":{"content":"Hel"},"finish_reason":null}]}\n\n'
+        await chat.page.wait(READY)
+        await chat.page.evaluate(f"void (window.fetch = async () => new Response({json.dumps(frame)}))")
+        await chat.ask("hi")
+        await chat.wait_for_answer("Hel")
+        assert "The connection ended before the answer did" in await chat.page.text(".trouble")
+
+    visit(devtools, FakeEngine(), use)
+
+
+def test_a_stream_is_read_whatever_pieces_it_comes_in(devtools: str) -> None:
+    frames = (
+        ": a comment\r\n\r\n"
+        'data: {"choices":[{"index":0,"delta":{"content":"é😀"},"finish_reason":null}]}\r\n\r\n'
+        'data: {"choices":[{"index":0,\ndata: "delta":{},"finish_reason":"stop"}]}\n\ndata:[DONE]\n\n'
+    )
+
+    async def use(chat: Chat, _: Client) -> None:
+        await chat.page.wait(READY)
+        await chat.page.evaluate(
+            f"""void (window.fetch = async () => new Response(new ReadableStream({{ start(to) {{
+                for (const byte of new TextEncoder().encode({json.dumps(frames)}))
+                    to.enqueue(Uint8Array.of(byte));
+                to.close();
+            }} }})))"""
+        )
+        await chat.ask("hi")
+        await chat.wait_for_answer("é😀")
+        assert not await chat.count(".trouble")
+        assert (await chat.read_facts())["finish"] == "stop"
 
     visit(devtools, FakeEngine(), use)
 

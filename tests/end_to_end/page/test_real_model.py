@@ -43,7 +43,9 @@ def test_a_model_answers_is_stopped_and_goes_on(devtools: str, server: Server) -
             await asyncio.to_thread(server.wait_until_idle)
             await chat.set_field("max_tokens", "40")
             await chat.press_button("Regenerate")
-            await page.wait(f"{IDLE} && document.querySelectorAll('.turn:last-child .facts div').length === 5", 120)
+            await page.wait(
+                f"{IDLE} && document.querySelectorAll('.turn:last-child .facts div').length === 5", 120
+            )
             facts = await chat.read_facts()
             # The conversation up to here is in the prefix cache.
             assert int(facts["prompt"].split("(")[1].split()[0]) > 0
