@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,43 +12,14 @@ import anthropic
 import attrs
 import jsonschema
 import openai
-import torch
 
 from astrai_triton.engine import InferenceEngine
-from astrai_triton.kvcache import KVCache
 from fake_engine import Answer, Client, ask, build_settings, chat_body, serve_in_thread
-from fakes import ByteTokenizer, Context, ScriptedModel, hash_script
+from fakes import ByteTokenizer, Context, DistinctModel, ScriptedModel, hash_script
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 END = "<assistant>"
 """What the prompt of a conversation ends with."""
-
-
-class AnyRowModel(ScriptedModel):
-    """A scripted model that scores the tokens of a prompt, too: logits of any row, not only of the last."""
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: KVCache,
-        logits_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        starts = [int(start) for start in kv_cache.qo_indptr]
-        owners = [bisect_right(starts, row) - 1 for row in logits_rows.tolist()]
-        last_rows = torch.tensor([starts[b + 1] - 1 for b in owners], dtype=torch.int64)
-        logits = super().__call__(token_ids, positions, kv_cache, last_rows)
-        for i, (b, row) in enumerate(zip(owners, logits_rows.tolist(), strict=True)):
-            context = self._read(kv_cache, b)
-            logits[i] = self.logits_after(context[: len(context) - (starts[b + 1] - 1 - row)])
-        return logits
-
-    def logits_after(self, context: Context) -> torch.Tensor:
-        """``[vocab_size]`` float32, all different; the spread says what the script counts."""
-        generator = torch.Generator().manual_seed(hash(context) & 0xFFFFFFFF)
-        logits = torch.rand(self.config.vocab_size, generator=generator) * (self.spread or 1.0)
-        logits[self.script(context)] += 8.0
-        return logits
 
 
 @contextmanager
@@ -78,7 +48,7 @@ def run_engine(
 @contextmanager
 def run_wild() -> Iterator[InferenceEngine]:
     """An engine over a model that would say anything: random preferences, the end being one of them."""
-    with run_engine(kind=AnyRowModel, spread=30.0, max_seq_len=4096, max_step_tokens=4096) as engine:
+    with run_engine(kind=DistinctModel, spread=30.0, max_seq_len=4096, max_step_tokens=4096) as engine:
         yield engine
 
 

@@ -115,15 +115,21 @@ class ScriptedModel:
         if self.on_forward is not None:
             self.on_forward(contexts)
         starts = kv_cache.qo_indptr.tolist()
-        logits = torch.full((len(logits_rows), VOCAB), -20.0 if self.spread else 0.0)
+        logits = torch.empty(len(logits_rows), self.config.vocab_size)
         for i, row in enumerate(logits_rows.tolist()):
             b = bisect_right(starts, row) - 1
             # What the row has seen: nothing after itself.
             context = contexts[b][: kv_cache.kv_lens[b] - (starts[b + 1] - 1 - row)]
-            if self.spread:
-                generator = torch.Generator().manual_seed(hash(context) & 0xFFFFFFFF)
-                logits[i, :128] = torch.rand(128, generator=generator) * self.spread
-            logits[i, self.script(context)] += 8.0
+            logits[i] = self.logits_after(context)
+        return logits
+
+    def logits_after(self, context: Context) -> torch.Tensor:
+        """``[vocab_size]`` float32 behind ``context``."""
+        logits = torch.full((self.config.vocab_size,), -20.0 if self.spread else 0.0)
+        if self.spread:
+            generator = torch.Generator().manual_seed(hash(context) & 0xFFFFFFFF)
+            logits[:128] = torch.rand(128, generator=generator) * self.spread
+        logits[self.script(context)] += 8.0
         return logits
 
     def _read(self, kv_cache: KVCache, b: int) -> Context:
@@ -134,6 +140,16 @@ class ScriptedModel:
         positions = kv_cache.v_buffer.numpy()[0, slots, 0, 0]
         assert bool((positions == np.arange(kv_len)).all()), "K/V of another position"
         return tuple(kv_cache.k_buffer.numpy()[0, slots, 0, 0].astype(np.int64).tolist())
+
+
+class DistinctModel(ScriptedModel):
+    """A scripted model whose logits all differ, by up to ``spread``, 1 unless given."""
+
+    def logits_after(self, context: Context) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash(context) & 0xFFFFFFFF)
+        logits = torch.rand(self.config.vocab_size, generator=generator) * (self.spread or 1.0)
+        logits[self.script(context)] += 8.0
+        return logits
 
 
 class ByteDetokenizer:

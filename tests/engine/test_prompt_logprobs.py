@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from astrai_triton.errors import NonFiniteLogitsError
 from astrai_triton.kvcache import KVCache
 from astrai_triton.model import Decoder
 from drive import answer, assert_nothing_held, build_engine, drain_events, finish, run_all
-from fakes import VOCAB, Context, ScriptedModel
+from fakes import VOCAB, Context, DistinctModel
 from random_models import VARIANTS, dense_logits, random_decoder, small_config
 
 Entry = TokenLogprob | None
@@ -29,11 +28,11 @@ TOLERANCE = 2e-4
 """Of float32 products of a chunk and of a whole prompt, where logits are of size 10."""
 
 
-class AnyRowModel(ScriptedModel):
-    """Gives logits for rows in the middle of a chunk, too, from the context up to there."""
+class CountingModel(DistinctModel):
+    """Counts the rows of logits that it is asked for."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
-        super().__init__(*args, **fields)
+        super().__init__(*args, **({"spread": 7.0} | fields))
         self.num_logits: list[int] = []
         """Rows of logits of every forward."""
 
@@ -45,21 +44,7 @@ class AnyRowModel(ScriptedModel):
         logits_rows: torch.Tensor,
     ) -> torch.Tensor:
         self.num_logits.append(len(logits_rows))
-        starts = [int(start) for start in kv_cache.qo_indptr]
-        owners = [bisect_right(starts, row) - 1 for row in logits_rows.tolist()]
-        last_rows = torch.tensor([starts[b + 1] - 1 for b in owners], dtype=torch.int64)
-        logits = super().__call__(token_ids, positions, kv_cache, last_rows)
-        for i, (b, row) in enumerate(zip(owners, logits_rows.tolist(), strict=True)):
-            context = self._read(kv_cache, b)
-            logits[i] = self.logits_after(context[: len(context) - (starts[b + 1] - 1 - row)])
-        return logits
-
-    def logits_after(self, context: Context) -> torch.Tensor:
-        """``[VOCAB]`` float32, all different, the scripted token's the largest."""
-        generator = torch.Generator().manual_seed(hash(context) & 0xFFFFFFFF)
-        logits = torch.rand(VOCAB, generator=generator) * 7.0
-        logits[self.script(context)] += 8.0
-        return logits
+        return super().__call__(token_ids, positions, kv_cache, logits_rows)
 
 
 def random_model(**changes: Any) -> Decoder:
@@ -85,7 +70,7 @@ def decoder_oracle(model: Decoder, prompt: Sequence[int], num_top: int = 3) -> l
     return oracle(dense_logits(model, torch.tensor(prompt)), prompt, num_top)
 
 
-def scripted_oracle(model: AnyRowModel, prompt: Sequence[int], num_top: int = 3) -> list[Entry]:
+def scripted_oracle(model: CountingModel, prompt: Sequence[int], num_top: int = 3) -> list[Entry]:
     contexts = [tuple(prompt[: end + 1]) for end in range(len(prompt))]
     return oracle(torch.stack([model.logits_after(context) for context in contexts]), prompt, num_top)
 
@@ -133,7 +118,7 @@ def test_scores_of_a_random_model_are_those_of_a_dense_forward(variant: str) -> 
     ids=["paged", "contiguous", "page-1", "page-256", "fcfs"],
 )
 def test_scores_are_right_in_every_cache_mode_and_chunking(sizes: dict[str, Any]) -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model, **sizes)
     prompts = [random_prompt(length, length) for length in (1, 2, 5, 130, 300)]
     handles = [engine.submit(prompt, SCORED) for prompt in prompts]
@@ -145,7 +130,7 @@ def test_scores_are_right_in_every_cache_mode_and_chunking(sizes: dict[str, Any]
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_as_many_alternatives_as_were_asked_for(num_top: int) -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model)
     prompt = random_prompt(30)
     params = SamplingParams(max_tokens=1, logprobs=True, top_logprobs=num_top, prompt_logprobs=True)
@@ -194,7 +179,7 @@ def test_rows_of_a_large_vocabulary_are_scored_a_few_at_a_time(monkeypatch: pyte
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 6])
 def test_the_first_event_has_them_even_if_nothing_is_sampled(max_tokens: int) -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model)
     prompt = random_prompt(50)
     handle = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=True))
@@ -206,7 +191,7 @@ def test_the_first_event_has_them_even_if_nothing_is_sampled(max_tokens: int) ->
 
 
 def test_nobody_gets_them_unasked() -> None:
-    engine = build_engine(AnyRowModel())
+    engine = build_engine(CountingModel())
     handle = engine.submit(random_prompt(20), SamplingParams(max_tokens=3, logprobs=True))
     run_all(engine)
     assert take_scores(handle)[0] is None
@@ -214,7 +199,7 @@ def test_nobody_gets_them_unasked() -> None:
 
 def test_a_callback_is_given_them() -> None:
     seen: list[TokenEvent] = []
-    engine = build_engine(AnyRowModel())
+    engine = build_engine(CountingModel())
     engine.submit(random_prompt(20), SCORED, callback=seen.append)
     run_all(engine)
     assert [event.prompt_logprobs is not None for event in seen] == [True] + [False] * 5
@@ -224,7 +209,7 @@ def test_a_callback_is_given_them() -> None:
 
 
 def test_a_warm_cache_is_not_read_and_filled_all_the_same() -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model)
     prompt = random_prompt(61)
     for _ in range(2):
@@ -240,7 +225,7 @@ def test_a_warm_cache_is_not_read_and_filled_all_the_same() -> None:
 
 
 def test_scores_are_complete_after_a_preemption_in_the_middle_of_the_prompt() -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model, n_tokens=144, max_step_tokens=12)
     older = [engine.submit([97 + i] * 3, SamplingParams(max_tokens=30, seed=1)) for i in range(4)]
     engine.step()
@@ -257,7 +242,7 @@ def test_scores_are_complete_after_a_preemption_in_the_middle_of_the_prompt() ->
 
 
 def test_scores_are_told_once_when_the_answer_is_preempted() -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model, n_tokens=48)
     prompts = [random_prompt(10, i) for i in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=30, prompt_logprobs=True)
@@ -271,7 +256,7 @@ def test_scores_are_told_once_when_the_answer_is_preempted() -> None:
 
 
 def test_choices_share_the_scores_of_their_prompt() -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model)
     prompt = random_prompt(100)
     handles = engine.submit_many([prompt], SCORED, n=3)
@@ -285,7 +270,7 @@ def test_choices_share_the_scores_of_their_prompt() -> None:
 
 @pytest.mark.parametrize("cancel_at", [0, 1, 4])
 def test_choices_score_their_prompt_themselves_when_the_first_is_cancelled(cancel_at: int) -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model, max_step_tokens=16)
     prompt = random_prompt(100)
     leader, *followers = engine.submit_many([prompt], SCORED, n=3)
@@ -304,8 +289,8 @@ def test_choices_score_their_prompt_themselves_when_the_first_is_cancelled(cance
 
 def test_tasks_beside_a_scored_prompt_are_not_touched_by_it() -> None:
     prompts = [bytes([97 + i] * (7 * i + 1)) for i in range(5)]
-    solo = [answer(build_engine(AnyRowModel()), prompt, max_tokens=20) for prompt in prompts]
-    model = AnyRowModel()
+    solo = [answer(build_engine(CountingModel()), prompt, max_tokens=20) for prompt in prompts]
+    model = CountingModel()
     engine = build_engine(model, max_step_tokens=40)
     params = SamplingParams(temperature=0.0, max_tokens=20)
     handles = [engine.submit(list(prompt), params) for prompt in prompts[:3]]
@@ -318,7 +303,7 @@ def test_tasks_beside_a_scored_prompt_are_not_touched_by_it() -> None:
 
 
 def test_the_rows_of_logits_of_a_step_are_bounded_and_shared_out_evenly() -> None:
-    model = AnyRowModel()
+    model = CountingModel()
     engine = build_engine(model, max_step_tokens=512)
     long = [engine.submit(random_prompt(400, i), SCORED) for i in range(3)]
     short = engine.submit(random_prompt(12), SCORED)
@@ -337,7 +322,7 @@ def test_the_rows_of_logits_of_a_step_are_bounded_and_shared_out_evenly() -> Non
 
 
 def test_logits_that_are_not_finite_end_the_task_they_belong_to() -> None:
-    class PoisonedModel(AnyRowModel):
+    class PoisonedModel(CountingModel):
         def logits_after(self, context: Context) -> torch.Tensor:
             logits = super().logits_after(context)
             if len(context) == 13 and context[0] == 66:
@@ -351,7 +336,7 @@ def test_logits_that_are_not_finite_end_the_task_they_belong_to() -> None:
     (event,) = drain_events(bad)
     assert isinstance(event.error, NonFiniteLogitsError)
     assert event.prompt_logprobs is None
-    assert_scores(take_scores(good)[0], scripted_oracle(AnyRowModel(), [67] * 20))
+    assert_scores(take_scores(good)[0], scripted_oracle(CountingModel(), [67] * 20))
     assert_nothing_held(engine)
 
 
@@ -362,7 +347,7 @@ def test_a_forward_that_fails_once_is_repeated_without_a_gap() -> None:
         if faults and len(contexts) > 1 and max(map(len, contexts)) > 30:
             raise faults.pop()
 
-    model = AnyRowModel(on_forward=explode)
+    model = CountingModel(on_forward=explode)
     engine = build_engine(model, max_step_tokens=24)
     prompts = [random_prompt(70, i) for i in range(2)]
     handles = [engine.submit(prompt, SCORED) for prompt in prompts]

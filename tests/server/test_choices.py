@@ -16,7 +16,6 @@ from answers import (
     CHAT,
     COMPLETIONS,
     END,
-    AnyRowModel,
     connect_openai,
     load_frames,
     make_body,
@@ -27,7 +26,7 @@ from answers import (
     usage_of,
 )
 from fake_engine import Answer, Client, FakeEngine, ask, build_settings, chat_body
-from fakes import EOS, Context, answer_script
+from fakes import EOS, Context, DistinctModel, answer_script
 
 SAMPLED = {"temperature": 1.2, "top_k": 0, "max_tokens": 12}
 
@@ -35,7 +34,7 @@ SAMPLED = {"temperature": 1.2, "top_k": 0, "max_tokens": 12}
 FORKED = {"temperature": 1, "seed": 0, "n": 8}
 
 
-class ForkModel(AnyRowModel):
+class ForkModel(DistinctModel):
     """An answer begins with any of the letters a to h; the script says how it goes on."""
 
     def logits_after(self, context: Context) -> torch.Tensor:

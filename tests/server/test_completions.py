@@ -11,7 +11,6 @@ import pytest
 
 from answers import (
     COMPLETIONS,
-    AnyRowModel,
     connect_openai,
     load_frames,
     make_body,
@@ -24,7 +23,7 @@ from answers import (
 )
 from astrai_triton.engine import InferenceEngine
 from fake_engine import Answer, Client, ask
-from fakes import answer_script
+from fakes import DistinctModel, answer_script
 
 ANSWERS = {"Hi ": "you", "ab": "cd😀e", "": "nothing"}
 
@@ -239,7 +238,7 @@ def test_the_longest_prompt_decides_how_many_tokens_can_come() -> None:
 
 
 def test_the_official_client_reads_whole_answers() -> None:
-    with run_engine(answer_script(ANSWERS), kind=AnyRowModel) as engine, connect_openai(engine) as client:
+    with run_engine(answer_script(ANSWERS), kind=DistinctModel) as engine, connect_openai(engine) as client:
         answer = client.completions.create(
             model="m", prompt=["Hi ", "ab"], n=2, logprobs=2, echo=True, temperature=0
         )

@@ -11,7 +11,6 @@ import torch
 from answers import (
     CHAT,
     END,
-    AnyRowModel,
     connect_openai,
     load_frames,
     read,
@@ -21,7 +20,7 @@ from answers import (
     send_all,
 )
 from fake_engine import Answer
-from fakes import EOS, Context, answer_script
+from fakes import EOS, Context, DistinctModel, answer_script
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "f"}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -160,7 +159,7 @@ def test_the_entries_of_a_chunk_are_those_of_its_text(stop: str | None) -> None:
 
 
 def test_impossible_tokens_have_finite_log_probabilities() -> None:
-    class CertainModel(AnyRowModel):
+    class CertainModel(DistinctModel):
         def logits_after(self, context: Context) -> torch.Tensor:
             logits = torch.full((self.config.vocab_size,), -math.inf)
             logits[self.script(context)] = 1.0

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from answers import COMPLETIONS, AnyRowModel, read, read_one, run_engine, send, send_all, usage_of
+from answers import COMPLETIONS, read, read_one, run_engine, send, send_all, usage_of
 from fake_engine import Answer
-from fakes import EOS, ByteTokenizer, answer_script
+from fakes import EOS, ByteTokenizer, DistinctModel, answer_script
 
 ANSWERS = {"Hi ": "you", "ab": "cd😀e", "": "nothing"}
 SMILE = list("😀".encode())
@@ -67,7 +67,7 @@ def test_log_probabilities_of_an_answer(num_top: int, stream: bool) -> None:
 @pytest.mark.parametrize("max_tokens", [0, 4])
 def test_an_echo_with_log_probabilities_scores_the_prompt(max_tokens: int, num_top: int) -> None:
     fields = {"prompt": "Score me", "echo": True, "logprobs": num_top, "max_tokens": max_tokens}
-    with run_engine(kind=AnyRowModel, spread=7.0) as engine:
+    with run_engine(kind=DistinctModel, spread=7.0) as engine:
         whole, streamed = send_all(engine, COMPLETIONS, fields, fields | {"stream": True})
     reading = read_one(whole)
     assert read_one(streamed) == reading
@@ -79,7 +79,7 @@ def test_an_echo_with_log_probabilities_scores_the_prompt(max_tokens: int, num_t
 
 
 def test_a_prompt_is_scored_as_the_same_text_is_when_it_is_sampled() -> None:
-    with run_engine(kind=AnyRowModel, spread=3.0) as engine:
+    with run_engine(kind=DistinctModel, spread=3.0) as engine:
         sampled, scored = send_all(
             engine,
             COMPLETIONS,
@@ -98,7 +98,7 @@ def test_a_prompt_is_scored_as_the_same_text_is_when_it_is_sampled() -> None:
 
 def test_a_greedy_continuation_is_known_by_its_scores() -> None:
     """As lm-eval does it: prompts of ids, one of the alternatives, and exact comparison of floats."""
-    with run_engine(kind=AnyRowModel, spread=3.0) as engine:
+    with run_engine(kind=DistinctModel, spread=3.0) as engine:
         greedy = read_one(complete(engine, "Hi", max_tokens=8)).text
         prompts = [list(f"Hi{text}".encode()) for text in (greedy, "somethng")]
         choices = complete(engine, prompts, max_tokens=1, logprobs=1, echo=True).json["choices"]
@@ -113,7 +113,7 @@ def test_a_greedy_continuation_is_known_by_its_scores() -> None:
 def test_scores_of_several_prompts_are_those_of_each_alone() -> None:
     prompts = ["one", "the second, of several chunks", "3"]
     fields: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 3}
-    with run_engine(kind=AnyRowModel, spread=7.0, max_step_tokens=16) as engine:
+    with run_engine(kind=DistinctModel, spread=7.0, max_step_tokens=16) as engine:
         together, streamed, *alone = send_all(
             engine,
             COMPLETIONS,
@@ -128,7 +128,7 @@ def test_scores_of_several_prompts_are_those_of_each_alone() -> None:
 def test_a_scored_prompt_is_computed_though_it_is_cached() -> None:
     body = {"prompt": "x" * 40, "logprobs": 1, "max_tokens": 1}
     scored = body | {"echo": True}
-    with run_engine(kind=AnyRowModel) as engine:
+    with run_engine(kind=DistinctModel) as engine:
         first, second, third = send_all(engine, COMPLETIONS, scored, scored, body)
     assert read_one(first) == read_one(second)
     cached = [usage_of(answer)["prompt_tokens_details"]["cached_tokens"] for answer in (second, third)]
@@ -137,7 +137,7 @@ def test_a_scored_prompt_is_computed_though_it_is_cached() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_that_are_parts_of_characters_are_named_by_their_bytes(stream: bool) -> None:
-    with run_engine(answer_script(ANSWERS), kind=AnyRowModel) as engine:
+    with run_engine(answer_script(ANSWERS), kind=DistinctModel) as engine:
         reading = read_one(complete(engine, "é ab", echo=True, logprobs=1, stream=stream))
     assert reading.text == "é abcd😀e"
     spelled = [f"bytes:\\x{byte:02x}" for byte in SMILE]
@@ -152,7 +152,7 @@ def test_an_echo_of_ids_names_special_tokens() -> None:
 
 
 def test_offsets_after_special_tokens_point_into_the_text() -> None:
-    with run_engine(answer_script({"b": "cd"}), kind=AnyRowModel, tokenizer=NamingTokenizer()) as engine:
+    with run_engine(answer_script({"b": "cd"}), kind=DistinctModel, tokenizer=NamingTokenizer()) as engine:
         reading = read_one(complete(engine, [97, EOS, 98], echo=True, logprobs=1))
     assert reading.text == "a<|end|>bcd"
     assert reading.logprobs["tokens"] == ["a", "<|end|>", "b", "c", "d"]
@@ -161,7 +161,7 @@ def test_offsets_after_special_tokens_point_into_the_text() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_do_not_count_what_the_tokenizer_puts_before_a_text(stream: bool) -> None:
-    with run_engine(answer_script({"b": "cd"}), kind=AnyRowModel, tokenizer=NamingTokenizer()) as engine:
+    with run_engine(answer_script({"b": "cd"}), kind=DistinctModel, tokenizer=NamingTokenizer()) as engine:
         reading = read_one(complete(engine, "éab", echo=True, logprobs=1, stream=stream))
     assert reading.text == "éabcd"
     assert reading.logprobs["tokens"] == ["<s>", " ", "bytes:\\xc3", "bytes:\\xa9", "a", "b", "c", "d"]
@@ -169,7 +169,7 @@ def test_offsets_do_not_count_what_the_tokenizer_puts_before_a_text(stream: bool
 
 
 def test_a_prompt_that_breaks_off_in_a_character_has_offsets_too() -> None:
-    with run_engine(lambda _: ord("c"), kind=AnyRowModel) as engine:
+    with run_engine(lambda _: ord("c"), kind=DistinctModel) as engine:
         fields = {"echo": True, "logprobs": 1, "max_tokens": 2}
         reading = read_one(complete(engine, [97, *SMILE[:2], 98, *SMILE[:3]], **fields))
     assert reading.text == "a\ufffdb\ufffdcc"
