@@ -76,6 +76,8 @@ class ByteTokenizer:
 
     vocab_size = VOCAB
     stop_ids = frozenset({VOCAB - 1})
+    renders_tools = False
+    tool_format = None
 
     def encode(self, text: str, *, add_bos: bool | None = None, allow_special: bool = False) -> list[int]:
         return list(text.encode())
