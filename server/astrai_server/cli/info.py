@@ -21,7 +21,7 @@ def info() -> None:
     from astrai_triton.backend import backend_reasons
     from astrai_triton.checkpoint.resolve import home
 
-    for package in ("astrai-triton", "torch", "triton", "tokenizers", "aiohttp"):
+    for package in ("astrai-triton", "torch", "triton", "tokenizers", "llguidance", "aiohttp"):
         _show(package, find_version(package))
     _show("Python", f"{platform.python_version()} ({sys.executable})")
     _show("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
