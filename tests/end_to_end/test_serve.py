@@ -155,8 +155,8 @@ def test_errors_come_with_their_status_and_leave_the_server_serving(
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.UnprocessableEntityError, match="temperature"):
         chat(openai_client, "x", temperature=3)
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        chat(openai_client, "x", tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(openai.BadRequestError, match="functions"):
+        chat(openai_client, "x", functions=[{"name": "f"}])
     assert server.post("/v1/nothing", {})[0] == 404
     assert server.get("/health") == {"status": "ok", "model_loaded": True}
     assert chat(openai_client, COUNT, max_tokens=3).choices[0].finish_reason == "length"
