@@ -138,7 +138,7 @@ def test_what_is_no_trace_is_refused(load: Callable[..., Any], tmp_path: Path) -
         (lambda first, step: first["sizes"].update(colour=1), "unexpected keyword argument 'colour'"),
         (
             lambda first, step: step["arrived"][0]["prompt_ids"].append(300),
-            "prompt_ids: wanted ids in 0..259",
+            "prompts[0]: wanted ids in 0..259",
         ),
         (lambda first, step: step["arrived"][0].pop("key"), "no entry 'key'"),
         (lambda first, step: step.update(cancelled=[7]), "no entry 7"),
