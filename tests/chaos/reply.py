@@ -37,7 +37,8 @@ def find_fault(answer: Answer, *, is_head: bool = False) -> str | None:
     is_right = (
         isinstance(body, dict)
         and body.keys() == {"type", "error", "detail", "request_id"}
-        and body["error"].keys() == {"message", "type", "param", "code"}
+        # Some errors say more, for clients that can help themselves.
+        and body["error"].keys() - {"details"} == {"message", "type", "param", "code"}
         and body["request_id"] == answer.headers["x-request-id"]
     )
     if not is_right:
