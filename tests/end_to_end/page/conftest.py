@@ -14,7 +14,8 @@ def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     executable = find_chromium()
     if executable is None:
         reason = f"needs a Chromium on PATH, by one of the names {', '.join(NAMES)}"
-        if "CI" in os.environ:
+        # Where checks count, a missing browser is a fault, unless whoever runs them says there can be none.
+        if "CI" in os.environ and "ASTRAI_NO_BROWSER" not in os.environ:
             pytest.fail(reason)
         pytest.skip(reason)
     with start_chromium(executable, tmp_path_factory.mktemp("chromium")) as url:
