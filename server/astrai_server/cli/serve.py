@@ -105,7 +105,9 @@ class _Greeter:
             "temperature": 0,
             "max_tokens": 64,
         }
-        self._display.say(f"ready    OpenAI {url}/v1/chat/completions, Anthropic {url}/v1/messages")
+        self._display.say(
+            f"ready    chat {url}/, OpenAI {url}/v1/chat/completions, Anthropic {url}/v1/messages"
+        )
         key = ' -H "Authorization: Bearer $API_KEY"' if self._has_keys else ""
         self._display.say(
             f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
