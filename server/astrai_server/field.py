@@ -6,7 +6,7 @@ Each raises ``InvalidRequestError`` with the field's name as its path.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import attrs
@@ -108,17 +108,22 @@ def one_of(*known: str) -> Validator:
     return check
 
 
-def not_yet(*harmless: Any) -> Validator:
+def not_yet(
+    *harmless: Any, hint: str = "leave it out", details: Mapping[str, Any] | None = None
+) -> Validator:
     """Nothing: the field belongs to a feature this server does not have. None passes.
 
     Args:
         harmless: values that ask for nothing, and pass too.
+        hint: what to do instead.
+        details: of the error, for clients that act on them.
     """
 
     def check(_: object, field: attrs.Attribute[Any], value: Any) -> None:
         # The type is compared too: true is not 1.
         if value is not None and not any(type(value) is type(item) and value == item for item in harmless):
-            refuse_unsupported(field.name, "is not supported by this server; leave it out")
+            message = f"is not supported by this server; {hint}"
+            raise InvalidRequestError(Issue((field.name,), message, is_unsupported=True, details=details))
 
     return check
 

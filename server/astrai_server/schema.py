@@ -56,12 +56,8 @@ _KEYWORDS: Mapping[str, Callable[..., Json]] = MappingProxyType(
         "function_name": lambda: {"pattern": "^[a-zA-Z0-9_.:-]{1,128}$"},
         "distinct_tools": lambda: {"maxItems": MAX_TOOLS},
         "tool_choice": dict,
-        "no_thread": lambda: {
-            "enum": [None, False],
-            "description": "Not supported; only values that ask for nothing are accepted.",
-        },
         "one_of": lambda known: {"enum": list(known)},
-        "not_yet": lambda harmless: {
+        "not_yet": lambda harmless, **_: {
             "enum": [None, *harmless],
             "description": "Not supported; only values that ask for nothing are accepted.",
         },

@@ -149,7 +149,7 @@ def report(console: Console, column: Column) -> None:
 
 def say(line: str) -> None:
     """One line for whoever watches."""
-    print(line, flush=True)  # noqa: T201
+    print(line, flush=True)  # noqa: T201 - a command talks to its terminal
 
 
 if __name__ == "__main__":

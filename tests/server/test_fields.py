@@ -158,7 +158,7 @@ def body_of(kind: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_refused(field: attrs.Attribute[Any]) -> bool:
-    return getattr(field.validator, "__qualname__", "").partition(".")[0] in ("not_yet", "no_thread")
+    return getattr(field.validator, "__qualname__", "").startswith("not_yet.")
 
 
 def list_honoured(kind: Any) -> list[str]:

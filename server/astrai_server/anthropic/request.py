@@ -36,12 +36,12 @@ ROLES = ("user", "assistant", "system")
 _BILLING_LINE = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
 
 
-def no_thread(_: object, field: attrs.Attribute[Any], value: Any) -> None:
-    """No conversation is kept here. The official client sends the whole one where it is told so."""
-    if value is not None and value is not False:
-        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        message = "is not supported by this server; leave it out, and send the whole conversation"
-        raise InvalidRequestError(Issue((field.name,), message, is_unsupported=True, details=details))
+# No conversation is kept here. The official client sends the whole one where it is told so.
+_no_thread = not_yet(
+    False,
+    hint="leave it out, and send the whole conversation",
+    details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -121,7 +121,7 @@ class MessagesRequest(PromptRequest):
     )
     container: Any = attrs.field(default=None, validator=not_yet())
     compaction: Any = attrs.field(default=None, validator=not_yet())
-    thread: Any = attrs.field(default=None, validator=no_thread)
+    thread: Any = attrs.field(default=None, validator=_no_thread)
 
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = PromptRequest.WITHOUT_EFFECT | frozenset(
         {

@@ -17,6 +17,7 @@ from astrai_server.openai.frame import (
     describe_logprobs,
     describe_usage,
     format_usage,
+    mark_usage,
     speller_of,
 )
 from astrai_server.openai.request import ChatCompletionRequest
@@ -154,8 +155,7 @@ def _make_chunk(
     **fields: Any,
 ) -> dict[str, Any]:
     choice = {"index": index, "delta": delta, "finish_reason": finish_reason, **fields}
-    # Who asked for a frame with the usage is told in all others that this is not it.
-    return {**head, "choices": [choice]} | ({"usage": None} if usage_form == "official" else {})
+    return mark_usage({**head, "choices": [choice]}, usage_form)
 
 
 def _format_chunk(context: OpenAIContext, index: int, delta: Mapping[str, Any], **fields: Any) -> bytes:

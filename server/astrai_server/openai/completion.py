@@ -20,6 +20,7 @@ from astrai_server.openai.frame import (
     choose_usage_form,
     describe_usage,
     format_usage,
+    mark_usage,
     spell_token,
     speller_of,
 )
@@ -182,8 +183,7 @@ def _make_chunk(
     finish_reason: str | None = None,
 ) -> dict[str, Any]:
     choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-    # Who asked for a frame with the usage is told in all others that this is not it.
-    return {**head, "choices": [choice]} | ({"usage": None} if usage_form == "official" else {})
+    return mark_usage({**head, "choices": [choice]}, usage_form)
 
 
 def _format_chunk(context: CompletionContext, index: int, text: str, **fields: Any) -> bytes:

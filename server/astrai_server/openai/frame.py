@@ -53,6 +53,11 @@ def choose_usage_form(usage_frame: UsageFrame, options: StreamOptions | None) ->
     return "none" if usage_frame == "openai" else usage_frame
 
 
+def mark_usage(chunk: dict[str, Any], usage_form: UsageForm) -> dict[str, Any]:
+    """Tell who asked for a frame with the usage that this is not it."""
+    return chunk | ({"usage": None} if usage_form == "official" else {})
+
+
 def format_usage(context: OpenAIContext, usage: base.Usage, chunk: dict[str, Any]) -> bytes:
     """The frame with the usage, if there is one.
 

@@ -122,8 +122,7 @@ def expect_retries(call: Callable[[str], str]) -> None:
 def read_into(pieces: list[Any], stream: Iterable[Any]) -> None:
     """Read ``stream`` to its end, or to its error."""
     for piece in stream:
-        # Not extend: what came before an error counts.
-        pieces.append(piece)  # noqa: PERF402
+        pieces.append(piece)  # noqa: PERF402 - not extend: what came before an error counts
 
 
 def user(text: str) -> dict[str, str]:
