@@ -1,0 +1,393 @@
+#include "forward.h"
+
+#include <ctime>
+
+#include "kernels.h"
+#include "plan.h"
+#include "rows.h"
+
+// CLOCK_THREAD_CPUTIME_ID tells phases of one thread apart on a machine that others use too.
+#ifndef ASTRAI_CLOCK
+#define ASTRAI_CLOCK CLOCK_MONOTONIC
+#endif
+
+namespace astrai {
+
+namespace {
+
+// Rows of activations in scratch, `stride` elements apart.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t stride;
+
+  T* row(int64_t i) const { return data + i * stride; }
+};
+
+// Scratch of a forward, cut from one arena. Rows are padded to whole tiles; padding of columns is zero for good.
+template <class Act>
+struct Scratch {
+  Rows<float> residual, qkv, out;
+  Rows<Act> hidden, attended, inner;
+  Rows<uint8_t> quantised;
+  float* parts;
+  uint8_t* threads;
+  int64_t thread_bytes;
+};
+
+// Hands out an arena piece by piece; without one it only counts.
+struct Cutter {
+  uint8_t* base;
+  int64_t used = 0;
+
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(base + used);
+    used += round_up(count * int64_t(sizeof(T)), 128);
+    return piece;
+  }
+  template <class T>
+  Rows<T> take_rows(int64_t rows, int64_t stride) {
+    return {take<T>(rows * stride), stride};
+  }
+};
+
+// Adds the time since the last lap to a phase; without a place to add to it does nothing.
+class Clock {
+ public:
+  explicit Clock(double* seconds) : seconds_(seconds) { lap(kNumPhases); }
+
+  void lap(Phase phase) {
+    if (!seconds_) return;
+    timespec time;
+    clock_gettime(ASTRAI_CLOCK, &time);
+    const double now = double(time.tv_sec) + double(time.tv_nsec) * 1e-9;
+    if (phase != kNumPhases) seconds_[phase] += now - last_;
+    last_ = now;
+  }
+
+ private:
+  double* seconds_;
+  double last_ = 0;
+};
+
+template <class Kernel, class T>
+class Forward {
+  using Act = typename Kernel::Act;
+
+ public:
+  Forward(Model& model, const AstraiStep& step)
+      : model_(model),
+        step_(step),
+        shape_(model.shape),
+        dims_(model.dims),
+        plan_(step, model.dims.group, model.shape.head_dim % 16 == 0) {
+    const int64_t rows = std::max(step.num_rows, step.num_logits);
+    if (rows > model.scratch_rows || measure(model.scratch_rows) > model.scratch.bytes()) {
+      const int64_t capacity = std::max(model.scratch_rows, round_up(rows + rows / 4, kTileRows));
+      const int64_t bytes = measure(capacity);
+      model.scratch_rows = 0;
+      model.scratch = Arena();
+      model.scratch = Arena(bytes + bytes / 4);
+      model.scratch_rows = capacity;
+    }
+    Cutter cutter{model.scratch.base()};
+    cut(cutter, model.scratch_rows);
+  }
+
+  void run() {
+#pragma omp parallel num_threads(shape_.threads)
+    {
+#pragma omp single
+      model_.team.begin(omp_get_num_threads());
+      Kernel::enter();
+      Worker worker(model_.team, omp_get_thread_num());
+      run_phases(worker);
+      Kernel::leave();
+    }
+  }
+
+ private:
+  int64_t measure(int64_t capacity) {
+    Cutter counter{nullptr};
+    cut(counter, capacity);
+    return counter.used;
+  }
+
+  // What has one length per row comes first and depends on the capacity alone: its padding of columns, which is
+  // zero and must stay so, never lies where another step had something else.
+  void cut(Cutter& cutter, int64_t rows) {
+    const auto act_stride = [&](int64_t depth) {
+      return row_stride(padded_depth(depth, shape_.weights), int64_t(sizeof(Act)));
+    };
+    s_.residual = cutter.take_rows<float>(rows, dims_.residual_stride);
+    s_.qkv = cutter.take_rows<float>(rows, dims_.qkv_stride);
+    s_.out = cutter.take_rows<float>(rows, dims_.residual_stride);
+    s_.hidden = cutter.take_rows<Act>(rows, act_stride(shape_.hidden));
+    s_.attended = cutter.take_rows<Act>(rows, act_stride(dims_.q_dim));
+    s_.inner = cutter.take_rows<Act>(rows, act_stride(round_up(shape_.inner, kHalf)));
+    if constexpr (Kernel::kQuantises) {
+      const int64_t deepest = std::max({shape_.hidden, dims_.q_dim, round_up(shape_.inner, kHalf)});
+      const int64_t bytes = quantised_bytes(padded_depth(deepest, shape_.weights));
+      s_.quantised = cutter.take_rows<uint8_t>(rows, row_stride(bytes, 1));
+    }
+    s_.parts = cutter.take<float>(plan_.num_parts * shape_.n_q_heads * part_stride(shape_.head_dim));
+    int64_t bytes = attend_rows_floats(shape_.head_dim) * 4;
+#if defined(__AMX_BF16__)
+    bytes = std::max(bytes, attend_rows_amx_bytes(shape_.head_dim));
+#endif
+    s_.thread_bytes = round_up(bytes, 4096) + 128;
+    s_.threads = cutter.take<uint8_t>(s_.thread_bytes * shape_.threads);
+  }
+
+  void run_phases(Worker& worker) {
+    Clock clock(worker.id() == 0 ? step_.phase_seconds : nullptr);
+    for_rows(worker, step_.num_rows, [&](int64_t t) { model_.read_embedding(s_.residual.row(t), step_.token_ids[t]); });
+    clock.lap(kEmbed);
+    for (int64_t i = 0; i < shape_.n_layers; ++i) {
+      const Layer& layer = model_.layers[size_t(i)];
+      norm_rows(worker, layer.attn_norm);
+      clock.lap(kNorm);
+      linear(worker, layer.qkv, s_.hidden, step_.num_rows,
+             [&](const float* tile, int64_t row, int count, int64_t block) {
+               keep(s_.qkv, layer.qkv, tile, row, count, block);
+             });
+      clock.lap(kQkv);
+      for_rows(worker, step_.num_rows, [&](int64_t t) { rotate_row(layer, i, t); });
+      clock.lap(kRotary);
+      attend(worker, layer, i);
+      clock.lap(kAttend);
+      add_linear(worker, layer.o, s_.attended, layer.post_attn_norm);
+      clock.lap(kOut);
+      norm_rows(worker, layer.mlp_norm);
+      clock.lap(kNorm);
+      linear(worker, layer.gate_up, s_.hidden, step_.num_rows,
+             [&](const float* tile, int64_t row, int count, int64_t block) {
+               activate(layer.gate_up, tile, row, count, block);
+             });
+      clock.lap(kGateUp);
+      add_linear(worker, layer.down, s_.inner, layer.post_mlp_norm);
+      clock.lap(kDown);
+    }
+    for_rows(worker, step_.num_logits, [&](int64_t r) {
+      norm_row(s_.hidden.row(r), s_.residual.row(step_.logits_rows[r]), model_.norm.data(), dims_.residual_stride,
+               shape_.hidden, shape_.norm_eps);
+    });
+    linear(worker, model_.head, s_.hidden, step_.num_logits,
+           [&](const float* tile, int64_t row, int count, int64_t block) { keep_logits(tile, row, count, block); });
+    clock.lap(kHead);
+  }
+
+  // Many rows go by eight, so that taking them costs nothing beside them.
+  template <class Fn>
+  static void for_rows(Worker& worker, int64_t count, Fn&& fn) {
+    const int64_t some = count < 64 ? 1 : 8;
+    worker.for_each((count + some - 1) / some, [&](int64_t item) {
+      for (int64_t i = item * some; i < std::min(count, (item + 1) * some); ++i) fn(i);
+    });
+  }
+
+  // rows = a * matrix, in tiles of 32 x 32; `use` gets each of them, with its first row, row count and block.
+  //
+  // As many rows as the second cache holds stay there while the blocks of the matrix go by, each of them read from
+  // memory once; fewer where there are more threads than work.
+  template <class Use>
+  void linear(Worker& worker, const Matrix& matrix, const Rows<Act>& a, int64_t rows, Use&& use) {
+    if constexpr (Kernel::kQuantises) {
+      for_rows(worker, rows, [&](int64_t t) { Kernel::quantise(s_.quantised.row(t), a.row(t), matrix.depth); });
+      multiply(worker, matrix, s_.quantised, rows, use);
+    } else {
+      multiply(worker, matrix, a, rows, use);
+    }
+  }
+
+  template <class Operand, class Use>
+  void multiply(Worker& worker, const Matrix& matrix, const Rows<Operand>& a, int64_t rows, Use&& use) {
+    constexpr int64_t kCacheBytes = 1280 << 10;
+    const int64_t blocks = matrix.num_blocks(), row_bytes = a.stride * int64_t(sizeof(Operand));
+    int64_t some = std::max<int64_t>(kTileRows, kCacheBytes / row_bytes / kTileRows * kTileRows);
+    const auto count_parts = [&] { return (rows + some - 1) / some; };
+    while (some > 2 * kTileRows && count_parts() * blocks < 8 * worker.num_threads()) {
+      some = round_up(some / 2, kTileRows);
+    }
+    worker.for_each(count_parts() * blocks, [&](int64_t item) {
+      alignas(64) float tile[kTileRows * kBlock];
+      const int64_t first = item / blocks * some, block = item % blocks;
+      const int64_t last = std::min(rows, first + some);
+      for (int64_t row = first; row < last; row += kTileRows) {
+        const int count = int(std::min<int64_t>(kTileRows, last - row));
+        Kernel::multiply(a.row(row), a.stride, count, matrix.block(block), matrix.depth, row == first,
+                         tile);
+        use(tile, row, count, block);
+      }
+    });
+  }
+
+  static vf with_bias(const float* tile, const float* bias, int64_t column) {
+    return bias ? load(tile) + load(bias + column) : load(tile);
+  }
+
+  static void keep(const Rows<float>& rows, const Matrix& matrix, const float* tile, int64_t row, int count,
+                   int64_t block) {
+    for (int r = 0; r < count; ++r) {
+      float* out = rows.row(row + r) + block * kBlock;
+      for (int c = 0; c < kBlock; c += kWidth) {
+        store(out + c, with_bias(tile + r * kBlock + c, matrix.bias, block * kBlock + c));
+      }
+    }
+  }
+
+  // residual += a * matrix, normed first if there is a gain.
+  void add_linear(Worker& worker, const Matrix& matrix, const Rows<Act>& a, const std::vector<float>& gain) {
+    if (gain.empty()) {
+      linear(worker, matrix, a, step_.num_rows, [&](const float* tile, int64_t row, int count, int64_t block) {
+        for (int r = 0; r < count; ++r) {
+          float* out = s_.residual.row(row + r) + block * kBlock;
+          for (int c = 0; c < kBlock; c += kWidth) {
+            store(out + c, load(out + c) + with_bias(tile + r * kBlock + c, matrix.bias, block * kBlock + c));
+          }
+        }
+      });
+      return;
+    }
+    linear(worker, matrix, a, step_.num_rows, [&](const float* tile, int64_t row, int count, int64_t block) {
+      keep(s_.out, matrix, tile, row, count, block);
+    });
+    for_rows(worker, step_.num_rows, [&](int64_t t) {
+      add_normed_row(s_.residual.row(t), s_.out.row(t), gain.data(), dims_.residual_stride, shape_.hidden,
+                     shape_.norm_eps);
+    });
+  }
+
+  // A block holds 16 gates and their 16 ups.
+  void activate(const Matrix& matrix, const float* tile, int64_t row, int count, int64_t block) {
+    for (int r = 0; r < count; ++r) {
+      const float* from = tile + r * kBlock;
+      Act* out = s_.inner.row(row + r) + block * kHalf;
+      for (int c = 0; c < kHalf; c += kWidth) {
+        const vf gate = with_bias(from + c, matrix.bias, block * kBlock + c);
+        const vf up = with_bias(from + kHalf + c, matrix.bias, block * kBlock + kHalf + c);
+        store(out + c, (shape_.activation == kSilu ? silu(gate) : gelu_tanh(gate)) * up);
+      }
+    }
+  }
+
+  void keep_logits(const float* tile, int64_t row, int count, int64_t block) {
+    const int64_t columns = std::min<int64_t>(kBlock, shape_.vocab - block * kBlock);
+    const float cap = shape_.logit_softcap;
+    for (int r = 0; r < count; ++r) {
+      alignas(64) float line[kBlock];
+      for (int c = 0; c < kBlock; c += kWidth) {
+        const vf x = load(tile + r * kBlock + c);
+        store(line + c, cap == 0.0f ? x : tanh(x / cap) * cap);
+      }
+      std::memcpy(step_.logits + (row + r) * shape_.vocab + block * kBlock, line, size_t(columns) * 4);
+    }
+  }
+
+  void norm_rows(Worker& worker, const std::vector<float>& gain) {
+    for_rows(worker, step_.num_rows, [&](int64_t t) {
+      norm_row(s_.hidden.row(t), s_.residual.row(t), gain.data(), dims_.residual_stride, shape_.hidden,
+               shape_.norm_eps);
+    });
+  }
+
+  T* cache_of(void* buffer, int64_t layer) const {
+    return static_cast<T*>(buffer) + layer * step_.num_slots * shape_.n_kv_heads * shape_.head_dim;
+  }
+
+  // Norms heads, turns q and k in place, and writes k and v to the cache.
+  void rotate_row(const Layer& layer, int64_t layer_idx, int64_t t) {
+    const int64_t dim = shape_.head_dim, turned = shape_.n_q_heads + shape_.n_kv_heads;
+    Turn turn;
+    turn.set(step_.freqs_cis[layer.rope] + step_.positions[t] * shape_.rotary_dim, shape_.rotary_dim, shape_.adjacent);
+    float* heads = s_.qkv.row(t);
+    for (int64_t head = 0; head < turned; ++head) {
+      float* x = heads + head * dim;
+      if (!layer.qk_gain.empty()) norm_head(x, layer.qk_gain.data() + head * dim, dim, shape_.norm_eps);
+      turn.rotate(x);
+    }
+    const int64_t slot = step_.out_cache_loc[t], width = shape_.n_kv_heads * dim;
+    if (slot < 0) return;
+    convert_row(cache_of(step_.k_buffer, layer_idx) + slot * width, heads + shape_.n_q_heads * dim, width);
+    convert_row(cache_of(step_.v_buffer, layer_idx) + slot * width, heads + turned * dim, width);
+  }
+
+  void attend(Worker& worker, const Layer& layer, int64_t layer_idx) {
+    const int64_t kv_heads = shape_.n_kv_heads, dim = shape_.head_dim, group = dims_.group;
+    const float cap = shape_.attn_softcap;
+    const Scoring scoring{cap == 0.0f ? shape_.softmax_scale * kLog2E : shape_.softmax_scale, cap,
+                          layer.sinks.empty() ? nullptr : layer.sinks.data(), layer.window};
+    const int64_t split_stride = shape_.n_q_heads * part_stride(dim);
+    worker.for_each(int64_t(plan_.pieces.size()) * kv_heads, [&](int64_t item) {
+      const AttendPiece& piece = plan_.pieces[size_t(item / kv_heads)];
+      const int64_t kv_head = item % kv_heads, head = kv_head * group;
+      const Keys<T> keys{cache_of(step_.k_buffer, layer_idx) + kv_head * dim,
+                         cache_of(step_.v_buffer, layer_idx) + kv_head * dim, kv_heads * dim, piece.slots};
+      const float* q = s_.qkv.row(piece.row) + head * dim;
+      if (piece.split < 0) {
+        attend_block(worker, piece, keys, scoring, q, head);
+        return;
+      }
+      const int64_t lo = std::max(piece.split * kSplitKeys, scoring.first_key(piece.position));
+      const int64_t hi = std::min((piece.split + 1) * kSplitKeys, piece.position + 1);
+      float* parts = s_.parts + (piece.part + piece.split) * split_stride + head * part_stride(dim);
+      attend_split(parts, q, keys, scoring, std::min(lo, hi), hi, group, dim);
+      if (piece.num_splits == 1) merge(piece, scoring, head, group);
+    });
+    if (plan_.split_rows.empty()) return;
+    worker.for_each(int64_t(plan_.split_rows.size()), [&](int64_t i) {
+      merge(plan_.pieces[size_t(plan_.split_rows[size_t(i)])], scoring, 0, shape_.n_q_heads);
+    });
+  }
+
+  void merge(const AttendPiece& piece, const Scoring& scoring, int64_t head, int64_t count) {
+    const int64_t dim = shape_.head_dim, stride = part_stride(dim), split_stride = shape_.n_q_heads * stride;
+    for (int64_t h = head; h < head + count; ++h) {
+      merge_splits(s_.attended.row(piece.row) + h * dim, s_.parts + piece.part * split_stride + h * stride,
+                   piece.num_splits, split_stride, scoring, h, dim);
+    }
+  }
+
+  void attend_block(Worker& worker, const AttendPiece& piece, const Keys<T>& keys, const Scoring& scoring,
+                    const float* q, int64_t head) {
+    Act* out = s_.attended.row(piece.row) + head * shape_.head_dim;
+    uint8_t* scratch = s_.threads + worker.id() * s_.thread_bytes;
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<T, bf16> && std::is_same_v<Act, bf16>) {
+      if (shape_.head_dim % 32 == 0) {
+        attend_rows_amx(out, s_.attended.stride, q, s_.qkv.stride, keys, scoring, piece.position, piece.count,
+                        dims_.group, shape_.head_dim, head, scratch);
+        return;
+      }
+    }
+#endif
+    attend_rows(out, s_.attended.stride, q, s_.qkv.stride, keys, scoring, piece.position, piece.count, dims_.group,
+                shape_.head_dim, head, reinterpret_cast<float*>(scratch));
+  }
+
+  Model& model_;
+  const AstraiStep& step_;
+  const AstraiShape& shape_;
+  const Dims& dims_;
+  const AttendPlan plan_;
+  Scratch<Act> s_;
+};
+
+}  // namespace
+
+void forward(Model& model, const AstraiStep& step) {
+  const bool is_f32 = model.shape.dtype == kF32;
+  switch (model.shape.weights) {
+    case kWeightsF32: return Forward<F32Kernel, float>(model, step).run();
+    case kWeightsBf16: return Forward<Bf16Kernel, bf16>(model, step).run();
+    case kWeightsInt8:
+      if (is_f32) return Forward<QuantKernel<float, 8>, float>(model, step).run();
+      return Forward<QuantKernel<bf16, 8>, bf16>(model, step).run();
+    default:
+      if (is_f32) return Forward<QuantKernel<float, 4>, float>(model, step).run();
+      return Forward<QuantKernel<bf16, 4>, bf16>(model, step).run();
+  }
+}
+
+}  // namespace astrai
