@@ -8,8 +8,19 @@ from __future__ import annotations
 
 from astrai_triton.cpu import abi
 from astrai_triton.cpu.abi import Quantize
-from astrai_triton.cpu.build import BuildError, build, why_not_build
+from astrai_triton.cpu.build import BuildError, build, is_built, why_not_build
 from astrai_triton.cpu.decoder import CpuDecoder, why_not
 from astrai_triton.cpu.isa import ISAS, Isa
 
-__all__ = ["ISAS", "BuildError", "CpuDecoder", "Isa", "Quantize", "abi", "build", "why_not", "why_not_build"]
+__all__ = [
+    "ISAS",
+    "BuildError",
+    "CpuDecoder",
+    "Isa",
+    "Quantize",
+    "abi",
+    "build",
+    "is_built",
+    "why_not",
+    "why_not_build",
+]

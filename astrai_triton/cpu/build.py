@@ -17,10 +17,12 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +45,10 @@ _COMMON = (
     "-Wno-maybe-uninitialized",
 )
 _ERROR_LINES = 20
-_CHECK_SECONDS = 120
+_COMPILE_SECONDS = 600.0
+_CHECK_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+_LOWEST_PRIORITY = 19
 _CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).astrai_check())"
 
 
@@ -75,7 +80,21 @@ def why_not_build(isa: Isa | None = None) -> str | None:
     return None
 
 
-def build(isa: Isa | None = None, *, defines: tuple[str, ...] = ()) -> ctypes.CDLL:
+def is_built(isa: Isa | None = None) -> bool:
+    """Whether ``build`` finds the library in the cache, and so returns at once.
+
+    Args:
+        isa: as for ``build``.
+
+    Raises:
+        ValueError: ``isa`` is not one of ``ISAS``.
+    """
+    return why_not_build(isa) is None and _plan(isa)[2].exists()
+
+
+def build(
+    isa: Isa | None = None, *, defines: tuple[str, ...] = (), cancelled: threading.Event | None = None
+) -> ctypes.CDLL:
     """The library, built unless it was before. Says so on stderr when it builds.
 
     Several processes may ask at once: one builds, the others wait.
@@ -83,34 +102,42 @@ def build(isa: Isa | None = None, *, defines: tuple[str, ...] = ()) -> ctypes.CD
     Args:
         isa: instruction set to build for; None is the fastest this CPU has.
         defines: further flags of the compiler, such as ``-fsanitize=address``.
+        cancelled: makes it a build in the background: quiet, at the lowest priority, and given up once the
+            event is set.
 
     Returns:
         The functions of ``csrc/api.cpp``, with types.
 
     Raises:
-        BuildError: ``why_not_build`` has a reason, the cache cannot be written, the compiler failed, or the
-            library failed its check.
+        BuildError: ``why_not_build`` has a reason, the cache cannot be written, the compiler failed, the
+            library failed its check, or the build was cancelled.
         ValueError: ``isa`` is not one of ``ISAS``.
     """
     reason = why_not_build(isa)
     if reason is not None:
         raise BuildError(reason)
-    chosen = isa or list_isas(cpu_flags())[0]
-    command = (*_find_compiler(), *_COMMON, *FLAGS[chosen], *defines)
+    chosen, command, path = _plan(isa, defines)
+    if not path.exists():
+        with _hold(path):
+            # Whoever held it before may have built it.
+            if not path.exists():
+                _compile(command, chosen, path, cancelled)
     with _lock:
-        return _load(chosen, command, _cache_root() / f"kernels_{chosen}_{_hash_build(command)}.so")
+        return _load(chosen, path)
 
 
 _lock = threading.Lock()
 
 
+def _plan(isa: Isa | None, defines: tuple[str, ...] = ()) -> tuple[Isa, tuple[str, ...], Path]:
+    """Instruction set, compiler command without files, and where the library is or will be."""
+    chosen = isa or list_isas(cpu_flags())[0]
+    command = (*_find_compiler(), *_COMMON, *FLAGS[chosen], *defines)
+    return chosen, command, _cache_root() / f"kernels_{chosen}_{_hash_build(command)}.so"
+
+
 @functools.cache
-def _load(isa: Isa, command: tuple[str, ...], path: Path) -> ctypes.CDLL:
-    if not path.exists():
-        with _hold(path):
-            # Whoever held it before may have built it.
-            if not path.exists():
-                _compile(command, isa, path)
+def _load(isa: Isa, path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         declare(library)
@@ -121,38 +148,55 @@ def _load(isa: Isa, command: tuple[str, ...], path: Path) -> ctypes.CDLL:
     return library
 
 
-def _compile(command: tuple[str, ...], isa: Isa, path: Path) -> None:
-    _tell(f"building the CPU kernels for {isa}, some seconds, once, in {path.parent}")
+def _compile(command: tuple[str, ...], isa: Isa, path: Path, cancelled: threading.Event | None) -> None:
+    if cancelled is None:
+        _tell(f"building the CPU kernels for {isa}, some seconds, once, in {path.parent}")
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         made = Path(directory) / path.name
         sources = sorted(str(source) for source in SOURCES.glob("*.cpp"))
-        done = subprocess.run(
-            [*command, *sources, "-o", str(made)], capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            last = "\n".join(f"  {line[:400]}" for line in done.stderr.splitlines()[:_ERROR_LINES])
+        status, said = _run([*command, *sources, "-o", str(made)], _COMPILE_SECONDS, cancelled)
+        if status != 0:
+            last = "\n".join(f"  {line[:400]}" for line in said.splitlines()[:_ERROR_LINES])
             raise BuildError(f"the CPU kernels for {isa} do not build; {command[0]} says:\n{last}")
-        _check(made, isa)
+        # Where a crash costs nothing.
+        check = [sys.executable, "-I", "-S", "-c", _CHECK, str(made)]
+        status, said = _run(check, _CHECK_SECONDS, cancelled)
+        if status != 0:
+            raise BuildError(
+                f"the CPU kernels for {isa} built, but failed their check (status {status}): "
+                f"{said.strip()[-400:]}"
+            )
         made.replace(path)
 
 
-def _check(path: Path, isa: Isa) -> None:
-    """Run the library's own check where a crash costs nothing."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _CHECK, str(path)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_CHECK_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"the CPU kernels for {isa} hang on this machine") from error
-    if done.returncode != 0:
-        raise BuildError(
-            f"the CPU kernels for {isa} built, but failed their check (status {done.returncode}): "
-            f"{done.stderr.strip()[-400:]}"
-        )
+def _run(command: list[str], timeout_s: float, cancelled: threading.Event | None) -> tuple[int, str]:
+    """Exit status and stderr of a command, which must not outlive the wish for it."""
+    deadline = time.monotonic() + timeout_s
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A group, because a compiler starts others.
+        start_new_session=True,
+    ) as process:
+        try:
+            if cancelled is not None:
+                os.setpriority(os.PRIO_PGRP, process.pid, _LOWEST_PRIORITY)
+            while True:
+                try:
+                    _, said = process.communicate(timeout=_POLL_SECONDS)
+                    return process.returncode, said
+                except subprocess.TimeoutExpired:
+                    pass
+                if cancelled is not None and cancelled.is_set():
+                    raise BuildError("the build of the CPU kernels was given up")
+                if time.monotonic() > deadline:
+                    raise BuildError(f"{command[0]} did not end within {timeout_s:.0f} s")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _find_compiler() -> list[str]:

@@ -11,9 +11,10 @@ from typing import Any, Literal, overload
 
 from astrai_triton.cache import PagePool, PrefixReport, explain_prefix
 from astrai_triton.engine.budget import POLICIES, PolicyName
+from astrai_triton.engine.generation import bind_index, cancel_all, iterate_pieces
 from astrai_triton.engine.graphs import capture_decode
 from astrai_triton.engine.intake import Intake, TextCodec
-from astrai_triton.engine.model import Model
+from astrai_triton.engine.model import Model, check_replacement
 from astrai_triton.engine.observer import Observer
 from astrai_triton.engine.params import SamplingParams, merge_params
 from astrai_triton.engine.queue import MAX_OVERTAKEN
@@ -117,8 +118,9 @@ class InferenceEngine:
         self._observer = observer
         self._arrivals = itertools.count()
         self._submitting = threading.Lock()
+        self._runner = ModelRunner(model, self.pool, SamplingPipeline(), graphs)
         self._scheduler = InferenceScheduler(
-            ModelRunner(model, self.pool, SamplingPipeline(), graphs),
+            self._runner,
             self.pool,
             max_batch_size=max_batch_size,
             max_step_tokens=max_step_tokens,
@@ -309,17 +311,17 @@ class InferenceEngine:
         try:
             for i, text in enumerate(prompts):
                 ids = self.tokenizer.encode(text)
-                handles.append(self.submit(ids, params, callback=_bind_index(result, i)))
+                handles.append(self.submit(ids, params, callback=bind_index(result, i)))
         except BaseException:
-            _cancel_all(handles)
+            cancel_all(handles)
             raise
         if stream:
-            pieces = _iterate(result, handles)
+            pieces = iterate_pieces(result, handles)
             return (text for _, text in pieces) if isinstance(prompt, str) else pieces
         try:
             answers = result.wait_completion()
         except BaseException:
-            _cancel_all(handles)
+            cancel_all(handles)
             raise
         return answers[0] if isinstance(prompt, str) else answers
 
@@ -340,6 +342,27 @@ class InferenceEngine:
                     raise TaskError(f"task {handle.id} failed: {event.error}") from event.error
         finally:
             handle.cancel()
+
+    def replace_model(self, model: Model) -> Future[None]:
+        """Run all further steps on another form of the same model; tasks that run go on with it.
+
+        Args:
+            model: of the same config, dtype and device, with the same weights up to rounding: what is in the
+                KV pool stays.
+
+        Returns:
+            Done once no step uses the old model.
+
+        Raises:
+            ValueError: it is another model, or decode steps were captured from the old one.
+            EngineUnavailableError: the engine is not running.
+        """
+        check_replacement(self.model, model, is_captured=bool(self.graph_sizes))
+
+        def replace() -> None:
+            self.model = self._runner.model = model
+
+        return self._scheduler.call(replace)
 
     def step(self) -> None:
         """Run one step in the calling thread; only for an engine made with ``start=False``."""
@@ -374,24 +397,3 @@ class InferenceEngine:
         self._scheduler.stop()
         if self._observer is not None:
             self._observer.close()
-
-
-def _bind_index(result: GenerateResult, index: int) -> Callable[[TokenEvent], None]:
-    return lambda event: result.push(index, event)
-
-
-def _cancel_all(handles: Sequence[TaskHandle]) -> None:
-    for handle in handles:
-        handle.cancel()
-
-
-def _iterate(result: GenerateResult, handles: Sequence[TaskHandle]) -> Iterator[tuple[int, str]]:
-    try:
-        while True:
-            result.wait()
-            pieces = result.pop()
-            if not pieces and result.is_complete:
-                return
-            yield from pieces
-    finally:
-        _cancel_all(handles)

@@ -32,3 +32,24 @@ class Model(Protocol):
         """``token_ids [T]``, ``positions [T]``, ``logits_rows [R]`` int64 -> logits ``[R, vocab]``
         float32."""
         ...
+
+
+def check_replacement(old: Model, new: Model, *, is_captured: bool) -> None:
+    """Refuse a model that steps cannot go on with.
+
+    Args:
+        old: what the tasks began with.
+        new: what they shall go on with.
+        is_captured: whether decode steps of ``old`` were captured.
+
+    Raises:
+        ValueError: config, dtype or device differ, or there are captured steps.
+    """
+    if is_captured:
+        raise ValueError(
+            "model: the decode steps of the old one were captured; make the engine with cuda_graphs=False"
+        )
+    for name in ("config", "dtype", "device"):
+        wanted, got = getattr(old, name), getattr(new, name)
+        if wanted != got:
+            raise ValueError(f"model: wanted the {name} of the old one, {wanted}, got {got}")

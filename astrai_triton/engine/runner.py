@@ -69,7 +69,8 @@ class ModelRunner:
     def __init__(
         self, model: Model, pool: PagePool, sampler: SamplingPipeline, graphs: DecodeGraphs | None = None
     ) -> None:
-        self._model = model
+        self.model = model
+        """Replaced between steps only."""
         self._pool = pool
         self._sampler = sampler
         self._graphs = graphs
@@ -78,12 +79,12 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         """Of the model."""
-        return self._model.config.vocab_size
+        return self.model.config.vocab_size
 
     @property
     def device(self) -> torch.device:
         """Of the model."""
-        return self._model.device
+        return self.model.device
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> list[Outcome]:
@@ -132,7 +133,7 @@ class ModelRunner:
             return ids, ids.tolist(), None
         sampled = self._sampler(logits, [task.sample_row() for task in batch.tasks])
         host_ids = [token.token_id for token in sampled]
-        return torch.tensor(host_ids, dtype=torch.int64, device=self._model.device), host_ids, sampled
+        return torch.tensor(host_ids, dtype=torch.int64, device=self.model.device), host_ids, sampled
 
     def _decode_logits(self, batch: DecodeBatch) -> torch.Tensor:
         graphs = self._graphs
@@ -141,7 +142,7 @@ class ModelRunner:
         kv_cache = self._pool.bind_decode(batch.rows, batch.kv_lens)
         row_idx = self._row_idx[: len(batch.rows)]
         with attn_backend(batch.backend) if batch.backend is not None else nullcontext():
-            return self._model(batch.token_ids, self._to_device(batch.kv_lens - 1), kv_cache, row_idx)
+            return self.model(batch.token_ids, self._to_device(batch.kv_lens - 1), kv_cache, row_idx)
 
     def _replay(self, chunks: Sequence[Chunk], leases: Sequence[Lease]) -> torch.Tensor | None:
         """Logits of a decode step from a captured graph; None when it is no such step."""
@@ -160,12 +161,12 @@ class ModelRunner:
         token_ids, positions, logits_rows = _pack_rows(chunks)
         backend = chunks[0].task.backend
         with attn_backend(backend) if backend is not None else nullcontext():
-            return self._model(
+            return self.model(
                 self._to_device(token_ids), self._to_device(positions), kv_cache, self._to_device(logits_rows)
             )
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._model.device)
+        return torch.from_numpy(array).to(self.model.device)
 
 
 def _pack_rows(

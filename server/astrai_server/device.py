@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from astrai_server.config import ConfigError, ServerSettings
+from astrai_server.cpu import prefers_bfloat16
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # bfloat16 rounds harder, so it has to be clearly faster to be chosen.
@@ -36,7 +37,8 @@ class Placement:
 def place_model(server: ServerSettings) -> Placement:
     """Choose device and type, and set torch's number of CPU threads.
 
-    ``dtype: auto`` on a CPU times both types on the matrix products of a small model (about 0.1 s).
+    ``dtype: auto`` on a CPU is bfloat16 where the CPU kernels multiply it in hardware; elsewhere it times
+    both types on torch's matrix products of a small model (about 0.1 s).
 
     Raises:
         ConfigError: the device is not there.
@@ -50,6 +52,8 @@ def place_model(server: ServerSettings) -> Placement:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return Placement(device, torch.bfloat16, "")
         return Placement(device, torch.float16, "this GPU has no bfloat16")
+    if prefers_bfloat16(server):
+        return Placement(device, torch.bfloat16, "")
     speedup = measure_bfloat16_speedup()
     dtype = torch.bfloat16 if speedup >= _WORTHWHILE_SPEEDUP else torch.float32
     return Placement(device, dtype, f"bfloat16 runs at {speedup:.1f} x the speed of float32 on this CPU")

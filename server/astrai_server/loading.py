@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import attrs
 import torch
 
 from astrai_server.capacity import MIB, PoolPlan, plan_pool
 from astrai_server.config import ConfigError, Settings
+from astrai_server.cpu import KernelBuild, choose_kernels, pack_model
 from astrai_server.device import Placement, free_bytes, place_model
 from astrai_triton import checkpoint
 from astrai_triton.backend import backend_reasons, current_backend
 from astrai_triton.checkpoint import Checkpoint
 from astrai_triton.checkpoint.resolve import home
+from astrai_triton.cpu import CpuDecoder
 from astrai_triton.engine import InferenceEngine
 from astrai_triton.engine.graphs import why_no_graphs
 from astrai_triton.engine.trace import StepTrace
@@ -40,17 +42,25 @@ class LoadedModel:
     """A model in memory, ready for an engine."""
 
     name: str
-    decoder: Decoder
+    decoder: Decoder | CpuDecoder
     tokenizer: Tokenizer
     placement: Placement
+    awaits_kernels: bool = False
+    """Whether the CPU kernels would run it, were they built."""
 
 
-def load_model(settings: Settings, audience: Audience) -> LoadedModel:
-    """Fetch the model's files if need be and load them. Says two lines: the model, how its weights are held.
+Missing = Literal["build", "background", "leave"]
+"""What becomes of CPU kernels that are not built yet: made first, made beside the running engine, or left."""
+
+
+def load_model(settings: Settings, audience: Audience, *, missing: Missing = "leave") -> LoadedModel:
+    """Fetch the model's files if need be and load them. Says what the model is, how its weights are held, and
+    on a CPU what computes.
 
     Args:
         settings: ``server`` counts.
         audience: is told how it goes.
+        missing: see ``Missing``.
 
     Raises:
         As ``load_engine``.
@@ -69,14 +79,22 @@ def load_model(settings: Settings, audience: Audience) -> LoadedModel:
     tokenizer = model_files.tokenizer
     started = time.perf_counter()
     decoder = _load_decoder(model_files, placement, audience)
+    choice = choose_kernels(settings.server, decoder)
     audience.say(
         f"weights  {model_files.num_tensors} tensors, {model_files.num_bytes / MIB:.0f} MiB loaded in "
         f"{time.perf_counter() - started:.1f} s; {describe_placement(placement)}"
     )
-    return LoadedModel(model_files.name, decoder, tokenizer, placement)
+    model: Decoder | CpuDecoder = decoder
+    if choice.when == "now" or (choice.when == "later" and missing == "build"):
+        model, line = pack_model(settings.server, decoder)
+        audience.say(f"kernels  {line}")
+    elif choice.when == "never" and placement.device.type == "cpu":
+        audience.say(f"kernels  torch: {choice.reason}")
+    awaits_kernels = choice.when == "later" and missing != "build"
+    return LoadedModel(model_files.name, model, tokenizer, placement, awaits_kernels)
 
 
-def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
+def load_engine(settings: Settings, audience: Audience, *, missing: Missing = "leave") -> InferenceEngine:
     """Load the model and start an engine.
 
     Says the lines of ``load_model``, how large the KV pool is, for which batches decode steps were captured,
@@ -85,6 +103,7 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
     Args:
         settings: ``server``, ``cache``, ``limits`` and ``api.model_name`` count.
         audience: is told how it goes.
+        missing: see ``Missing``.
 
     Raises:
         ConfigError: the settings do not fit this model or this machine.
@@ -92,7 +111,7 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
         BackendError: ``ASTR_BACKEND`` names an attention backend that is not there.
     """
     _require_place_for_trace(settings.server.trace_file)
-    model = load_model(settings, audience)
+    model = load_model(settings, audience, missing=missing)
     item_size, device = model.placement.dtype.itemsize, model.placement.device
     plan = plan_pool(settings, model.decoder.config, item_size, free_bytes(device))
     audience.say(f"KV pool  {describe_pool(plan, settings)}")
@@ -114,7 +133,17 @@ def load_engine(settings: Settings, audience: Audience) -> InferenceEngine:
     )
     if engine.graph_sizes:
         audience.say(f"graphs   decode steps of up to {', '.join(map(str, engine.graph_sizes))} requests")
+    if model.awaits_kernels:
+        _await_kernels(engine, model, audience, missing)
     return engine
+
+
+def _await_kernels(engine: InferenceEngine, model: LoadedModel, audience: Audience, missing: Missing) -> None:
+    if missing == "background" and isinstance(model.decoder, Decoder):
+        audience.say("kernels  torch, until the CPU kernels are built, which begins now in the background")
+        KernelBuild(engine, model.decoder)
+    else:
+        audience.say("kernels  torch; astrai warmup builds the CPU kernels once, and answers come faster")
 
 
 def open_model(param_path: str, audience: Audience) -> Checkpoint:

@@ -60,6 +60,18 @@ class ServerSettings:
     threads: int | None = _option(
         None, Integer(low=1, high=1024, nullable=True), "CPU threads of the model; null is torch's choice."
     )
+    cpu_kernels: bool | None = _option(
+        None,
+        Flag(nullable=True),
+        "Run a model on the CPU through the C++ kernels built for this machine; null does where they can be "
+        "built, after the first start in the background.",
+    )
+    quantize: Literal["none", "int8"] = _option(
+        "none",
+        Choice(values=("none", "int8")),
+        "Hold the weights of a model on the CPU in 8 bits: faster where memory is the limit, and a little "
+        "less exact; needs the CPU kernels.",
+    )
     cuda_graphs: bool | None = _option(
         None,
         Flag(nullable=True),
@@ -206,6 +218,12 @@ class ConflictError(ConfigError):
 
 def _refuse_conflicts(settings: Settings) -> None:
     cache, limits, batch = settings.cache, settings.limits, settings.server.max_batch_size
+    if settings.server.quantize != "none" and settings.server.cpu_kernels is False:
+        raise ConflictError(
+            ("server.quantize", "server.cpu_kernels"),
+            f"wanted none without the CPU kernels, got {settings.server.quantize}; set server.cpu_kernels to "
+            "null",
+        )
     if cache.n_tokens is not None and cache.mode == "contiguous":
         raise ConflictError(
             ("cache.n_tokens", "cache.mode"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from astrai_triton.cpu import BuildError, build, why_not_build
+from astrai_triton.cpu import BuildError, build, is_built, why_not_build
 
 needs_compiler = pytest.mark.skipif(why_not_build() is not None, reason=str(why_not_build()))
 
@@ -87,3 +89,48 @@ def test_of_two_processes_that_ask_at_once_one_builds(home):
     assert sum("building the CPU kernels" in text for text in said) == 1
     assert len(list(home.glob("*.so"))) == 1
     assert not [path for path in home.iterdir() if path.is_dir()]
+
+
+@needs_compiler
+def test_a_build_is_known_to_be_there_only_once_it_is(home):
+    assert not is_built("plain")
+    build("plain")
+    assert is_built("plain")
+
+
+@needs_compiler
+def test_a_build_that_nobody_wants_any_more_ends_with_all_it_started(home, tmp_path, monkeypatch, capfd):
+    pid = tmp_path / "pid"
+    # A compiler leaves the work to another process.
+    monkeypatch.setenv(
+        "CXX",
+        write_compiler(tmp_path / "cxx", f"sleep 600 & echo $! > {pid}.part; mv {pid}.part {pid}; wait"),
+    )
+    cancelled, errors = threading.Event(), []
+
+    def ask() -> None:
+        with pytest.raises(BuildError, match="given up") as caught:
+            build("plain", cancelled=cancelled)
+        errors.append(caught)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not pid.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    worker = int(pid.read_text())
+    assert os.getpriority(os.PRIO_PROCESS, worker) == 19
+    cancelled.set()
+    thread.join(60)
+    assert errors
+    assert not is_running(worker)
+    assert not [path for path in home.iterdir() if path.is_dir()]
+    assert capfd.readouterr().err == ""
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, and no zombie that nobody has collected yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -49,7 +49,9 @@ def assert_fails_with(result: Result, status: int, text: str) -> None:
 # The command as a whole
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["check"], ["replay"], ["info"], ["chat"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["generate"], ["check"], ["warmup"], ["replay"], ["info"], ["chat"]]
+)
 def test_every_command_explains_itself(command: list[str]) -> None:
     for flag in ("-h", "--help"):
         result = invoke(*command, flag)
@@ -177,7 +179,7 @@ def scripted_engine(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """Settings of every engine that was loaded; the engine is real, the model and the tokenizer are not."""
     seen: list[Settings] = []
 
-    def load(settings: Settings, audience: LoadDisplay) -> InferenceEngine:
+    def load(settings: Settings, audience: LoadDisplay, **_: Any) -> InferenceEngine:
         seen.append(settings)
         audience.say("model    scripted")
         return InferenceEngine(

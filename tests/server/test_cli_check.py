@@ -97,6 +97,9 @@ def test_info_shows_versions_hardware_and_every_attention_backend(tmp_path: Path
     rows = {line.split()[0]: line for line in result.stdout.splitlines() if line}
     assert sys.version.split()[0] in rows["Python"]
     assert str(tmp_path / "home") in rows["cache"]
+    assert "OpenMP" in rows["OpenMP"]
+    assert rows["allocator"].endswith("the C library's")
+    assert "built" in rows["CPU"] or "available" in rows["CPU"]
     assert rows["torch_native"].endswith("available")
     for name in ("triton", "cuda", "flash"):
         assert "available" in next(

@@ -23,9 +23,19 @@ def test_a_cpu_runs_bfloat16_only_where_it_is_clearly_faster(
     monkeypatch: pytest.MonkeyPatch, speedup: float, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda: speedup)
-    placement = device.place_model(ServerSettings())
+    placement = device.place_model(ServerSettings(cpu_kernels=False))
     assert (placement.device, placement.dtype) == (torch.device("cpu"), dtype)
     assert f"{speedup:.1f} x" in placement.reason
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_cpu_runs_bfloat16_where_the_kernels_multiply_it_in_hardware(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "prefers_bfloat16", lambda server: True)
+    monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda: pytest.fail("nothing to measure"))
+    placement = device.place_model(ServerSettings())
+    assert (placement.device, placement.dtype) == (torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

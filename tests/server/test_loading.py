@@ -19,6 +19,7 @@ from astrai_server.config import (
     ServerSettings,
     Settings,
 )
+from astrai_server.cpu import KernelChoice
 from astrai_triton import checkpoint
 from astrai_triton.checkpoint import DEFAULT_MODEL
 from astrai_triton.engine import InferenceEngine
@@ -76,10 +77,8 @@ def audience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Audience:
 
 
 def make_settings(**sections: Any) -> Settings:
-    server = ServerSettings(
-        device="cpu", dtype="float32", param_path="some/model", **sections.pop("server", {})
-    )
-    return Settings(server=server, **sections)
+    server = {"device": "cpu", "dtype": "float32", "param_path": "some/model", "cpu_kernels": False}
+    return Settings(server=ServerSettings(**(server | sections.pop("server", {}))), **sections)
 
 
 def test_the_engine_gets_every_size_from_the_settings(audience: Audience) -> None:
@@ -112,12 +111,39 @@ def test_contiguous_mode_reaches_the_engine(audience: Audience) -> None:
 def test_loading_says_model_weights_and_pool(audience: Audience) -> None:
     with loading.load_engine(make_settings(), audience):
         pass
-    assert [line.split("  ")[0] for line in audience.lines] == ["model", "weights", "KV pool"]
+    assert [line.split("  ")[0] for line in audience.lines] == ["model", "weights", "kernels", "KV pool"]
     assert "some/model: llama, 1 layers, context 4096 tokens" in audience.lines[0]
     assert "7 tensors, 3 MiB" in audience.lines[1]
     assert "float32 on cpu" in audience.lines[1]
-    assert "32768 tokens, 2 MiB (16 requests x 2048), pages of 16, prefix cache on" in audience.lines[2]
+    assert audience.lines[2] == "kernels  torch: server.cpu_kernels is false"
+    assert "32768 tokens, 2 MiB (16 requests x 2048), pages of 16, prefix cache on" in audience.lines[3]
     assert audience.phases == [("loading weights", 3 << 20, 3 << 20)]
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [("leave", "astrai warmup builds the CPU kernels once"), ("background", "which begins now")],
+)
+def test_kernels_that_are_missing_are_told_about(
+    audience: Audience, monkeypatch: pytest.MonkeyPatch, missing: loading.Missing, line: str
+) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(loading, "choose_kernels", lambda server, decoder: KernelChoice("later"))
+    monkeypatch.setattr(loading, "KernelBuild", lambda engine, decoder: begun.append((engine, decoder)))
+    with loading.load_engine(make_settings(), audience, missing=missing) as engine:
+        assert line in audience.lines[-1]
+        assert begun == ([(engine, engine.model)] if missing == "background" else [])
+
+
+def test_kernels_that_are_missing_are_built_first_for_who_asks(
+    audience: Audience, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = ScriptedModel()
+    monkeypatch.setattr(loading, "choose_kernels", lambda server, decoder: KernelChoice("later"))
+    monkeypatch.setattr(loading, "pack_model", lambda server, decoder: (packed, "packed"))
+    with loading.load_engine(make_settings(), audience, missing="build") as engine:
+        assert engine.model is packed
+    assert "kernels  packed" in audience.lines
 
 
 def test_graphs_that_cannot_be_captured_are_refused_before_anything_is_loaded(audience: Audience) -> None:

@@ -14,6 +14,7 @@ from astrai_server.cli.generate import generate
 from astrai_server.cli.info import find_version, info
 from astrai_server.cli.replay import replay
 from astrai_server.cli.serve import serve
+from astrai_server.cli.warmup import warmup
 
 __all__ = ["main"]
 
@@ -45,5 +46,5 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-for _command in (serve, chat, generate, check, replay, info, bench):
+for _command in (serve, chat, generate, check, warmup, replay, info, bench):
     main.add_command(_command)

@@ -17,7 +17,9 @@ def info() -> None:
     import torch
 
     from astrai_server.capacity import MIB
+    from astrai_server.cpu import describe_kernels
     from astrai_server.device import free_bytes
+    from astrai_server.libraries import find_allocator, find_openmp
     from astrai_triton.backend import backend_reasons
     from astrai_triton.checkpoint.resolve import home
 
@@ -28,6 +30,9 @@ def info() -> None:
     _show(
         "CPU", f"{_find_cpu()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     )
+    _show("CPU kernels", describe_kernels())
+    _show("OpenMP", find_openmp())
+    _show("allocator", find_allocator())
     memory = free_bytes(torch.device("cpu"))
     _show("free memory", "unknown" if memory is None else f"{memory / MIB:.0f} MiB")
     _show("GPU", _describe_gpus())

@@ -61,7 +61,7 @@ def serve(ctx: click.Context, /, model: str | None, config: Path | None, log_lev
         greeter = _Greeter(display, has_keys=bool(keys))
 
         def load() -> InferenceEngine:
-            return load_engine(settings, display)
+            return load_engine(settings, display, missing="background")
 
         try:
             status = run_server(
