@@ -34,6 +34,7 @@ def check(ctx: click.Context, /, file: Path | None) -> None:
     _show_settings(resolved)
     _show_keys(resolved.settings)
     # Slow to import, so only once the settings are known to be right.
+    from astrai_server.cpu import describe_kernels
     from astrai_server.device import place_model
     from astrai_server.loading import describe_placement, find_local
     from astrai_triton.checkpoint import open_checkpoint
@@ -41,6 +42,8 @@ def check(ctx: click.Context, /, file: Path | None) -> None:
     settings = resolved.settings
     placement = place_model(settings.server)
     _show("runs as", describe_placement(placement))
+    if placement.device.type == "cpu":
+        _show("CPU kernels", describe_kernels())
     path = find_local(settings.server.param_path)
     if path is None:
         _show("model", f"{settings.server.param_path} is not on this machine; serve fetches it, if it exists")
