@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from astrai_triton.checkpoint import open_checkpoint, resolve
+from astrai_triton.cpu import CpuDecoder, why_not
 from astrai_triton.engine import InferenceEngine, SamplingParams, SamplingPipeline
 from astrai_triton.engine.sampling import SampleRow
 from astrai_triton.model import Decoder
@@ -46,15 +47,19 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-Loaded = tuple[Decoder, Tokenizer]
+Loaded = tuple[Decoder | CpuDecoder, Tokenizer]
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
+@pytest.fixture(scope="module", params=["torch", "CPU kernels"])
+def loaded(request: pytest.FixtureRequest) -> Loaded:
     checkpoint = open_checkpoint(resolve("smollm2"))
     decoder = Decoder(checkpoint.config, dtype=torch.float32, device=torch.device("cpu"))
     decoder.load_weights(checkpoint.tensors())
-    return decoder, checkpoint.tokenizer
+    if request.param == "torch":
+        return decoder, checkpoint.tokenizer
+    if why_not(decoder) is not None:
+        pytest.skip(str(why_not(decoder)))
+    return CpuDecoder(decoder, release=True), checkpoint.tokenizer
 
 
 def build_engine(loaded: Loaded, n_tokens: int) -> InferenceEngine:
