@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from aiohttp import web
@@ -31,6 +31,10 @@ class Script:
     """Numbers of requests whose stream ends early."""
     event_errors: frozenset[int] = frozenset()
     """Numbers of requests whose stream tells an error."""
+    drops: Literal["none", "reused", "all"] = "none"
+    """Connections that are cut instead of answering a request, which is not counted."""
+    connections: set[object] = attrs.field(factory=set)
+    """All that a request came through."""
     bodies: list[dict[str, Any]] = attrs.field(factory=list)
     headers: list[dict[str, str]] = attrs.field(factory=list)
     num_open: int = 0
@@ -76,6 +80,8 @@ def _anthropic_frames(num_chunks: int, usage: dict[str, Any] | None) -> Iterator
 
 async def _answer(script: Script, request: web.Request) -> web.StreamResponse:
     body = await request.json()
+    if not body.get("stream"):
+        return web.json_response({"choices": [{"index": 0, "text": "x"}]})
     number = len(script.bodies)
     script.bodies.append(body)
     script.headers.append(dict(request.headers))
@@ -105,6 +111,13 @@ async def _answer(script: Script, request: web.Request) -> web.StreamResponse:
 
 def _build_app(script: Script) -> web.Application:
     async def answer(request: web.Request) -> web.StreamResponse:
+        connection = request.transport
+        assert connection is not None
+        is_reused = connection in script.connections
+        script.connections.add(connection)
+        if script.drops == "all" or (script.drops == "reused" and is_reused):
+            connection.abort()
+            return web.Response()
         script.num_open += 1
         script.most_open = max(script.most_open, script.num_open)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -86,7 +87,9 @@ async def run_load(load: Load, progress: Progress = lambda answers, num_done: No
 
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=120)
     timeout = aiohttp.ClientTimeout(total=load.timeout_s)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, trace_configs=[_trace_reuse()]
+    ) as session:
         sender = _Sender(load, session)
         await sender.prepare()
         return await sender.measure(progress)
@@ -203,26 +206,55 @@ async def _stream(
     protocol: Protocol,
     answer: Answer,
 ) -> None:
-    """Fill ``answer`` from one request; whatever goes wrong is noted in it."""
+    """Fill ``answer`` from one request; whatever goes wrong is noted in it.
+
+    A server may close a connection just when the next request is sent through it. Clients send it again then,
+    and so does this, until it has a new connection.
+    """
     import aiohttp
 
     try:
-        async with session.post(url, json=body, headers=headers) as response:
-            if response.status != 200:
-                answer.fail(
-                    f"status {response.status}",
-                    (await response.content.read(2000)).decode("utf-8", "replace"),
-                )
-            elif response.content_type != "text/event-stream":
-                answer.fail("no event stream", f"content-type {response.content_type}")
-            else:
-                await _read(response.content, protocol, answer)
+        while True:
+            connection = SimpleNamespace(is_reused=False, is_answered=False)
+            try:
+                async with session.post(
+                    url, json=body, headers=headers, trace_request_ctx=connection
+                ) as response:
+                    connection.is_answered = True
+                    await _judge(response, protocol, answer)
+                return
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if connection.is_answered or not connection.is_reused:
+                    raise
     except TimeoutError:
         answer.fail("timeout")
     except aiohttp.ClientConnectorError as error:
         answer.fail("cannot connect", error)
     except (aiohttp.ClientError, OSError) as error:
         answer.fail("disconnected", f"{type(error).__name__}: {error}")
+
+
+def _trace_reuse() -> aiohttp.TraceConfig:
+    import aiohttp
+
+    async def note(session: object, context: SimpleNamespace, params: object) -> None:
+        context.trace_request_ctx.is_reused = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return trace
+
+
+async def _judge(response: aiohttp.ClientResponse, protocol: Protocol, answer: Answer) -> None:
+    if response.status != 200:
+        answer.fail(
+            f"status {response.status}",
+            (await response.content.read(2000)).decode("utf-8", "replace"),
+        )
+    elif response.content_type != "text/event-stream":
+        answer.fail("no event stream", f"content-type {response.content_type}")
+    else:
+        await _read(response.content, protocol, answer)
 
 
 async def _read(content: aiohttp.StreamReader, protocol: Protocol, answer: Answer) -> None:

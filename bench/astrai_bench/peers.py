@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import click
 
-from astrai_bench.peers_run import OWN, Record, choose_peers, find_scripts, run_rounds
+from astrai_bench.peers_run import OWN, Record, choose_peers, estimate_s, find_scripts, run_rounds
 
 FORMAT = 1
 BUSY_LOAD = 0.5
@@ -23,7 +23,9 @@ _BENCH = Path(__file__).resolve().parents[1]
 
 
 @click.command(short_help="Other engines beside ours: install, run in turn, ratios.")
-@click.option("--peer", "names", multiple=True, help="Peer to run, repeatable.  [default: all]")
+@click.option(
+    "--peer", "names", multiple=True, help="Peer to run, NAME or NAME:VARIANT, repeatable.  [default: all]"
+)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Runs of each, in turn.")
 @click.option(
     "--home",
@@ -64,9 +66,10 @@ def peers(
 
     Each peer is installed in an environment of its own on first use (minutes to an hour), gets the same
     weights and the same workloads: one stream, a long prompt, 16 requests at once, and 8 clients of its
-    server. A peer that cannot be installed or run is a row with the reason. The table goes between the marks
-    <!-- peers:start --> and <!-- peers:end --> of the README, the figures into a file of --results. ARGUMENTS
-    after -- go to every script, e.g. -- --repeats 1 --no-http.
+    server. A peer that cannot be installed or run is a row with the reason. Before the first round the
+    expected time is told. The table goes between the marks <!-- peers:start --> and <!-- peers:end --> of the
+    README, the figures into a file of --results. ARGUMENTS after -- go to every script, e.g. -- --repeats 1
+    --no-http.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -76,6 +79,8 @@ def peers(
     found = find_scripts(scripts)
     chosen = choose_peers(found, names)
     console = Console()
+    expected_s = estimate_s(list(chosen), rounds, read_earlier(results))
+    console.print(f"About {expected_s / 60:.0f} min; on first use also the installation.", highlight=False)
     with Progress(transient=True, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("peers")
 
@@ -98,6 +103,22 @@ def peers(
     if not replace_section(readme, section):
         console.print(f"{readme} has no marks for the table, so it stays as it is.", soft_wrap=True)
     click.echo(line)
+
+
+def read_earlier(results: Path) -> list[dict[str, Any]]:
+    """Records of the last run on this machine, as far as ``results`` has one."""
+    import torch
+
+    from astrai_bench.machine import describe_machine
+    from astrai_bench.peers_report import name_result
+
+    name = name_result(describe_machine(torch.device("cpu")).name, "*")
+    for path in sorted(results.glob(name), reverse=True):
+        try:
+            return list(json.loads(path.read_text(encoding="utf-8"))["records"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+    return []
 
 
 def build_document(records: Sequence[Record], rounds: int, home: Path) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from astrai_bench.peers_run import OWN, Record
 START_MARK, END_MARK = "<!-- peers:start -->", "<!-- peers:end -->"
 
 _BASELINE = "bf16"
+_BASELINES = {"int8": "int8", "q8_0": "int8", "int4": "int8", "source": "int8"}
+"""Variant of a peer -> ours that it is compared with; the others have 16 bits and meet ``_BASELINE``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -35,6 +37,7 @@ METRICS = (
     Metric(name="http_tok_s", title="{clients} HTTP clients, tok/s", is_rate=True),
     Metric(name="http_ttft_ms", title="their first token, ms", is_rate=False),
     Metric(name="start_s", title="start to first token, s", is_rate=False),
+    Metric(name="http_start_s", title="of the server, s", is_rate=False),
 )
 
 
@@ -82,37 +85,50 @@ def derive_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     if "output_tok_s" in http:
         found["http_tok_s"] = http["output_tok_s"]
         found["http_ttft_ms"] = http["latency"]["ttft_ms"]["p50"]
+        found["http_start_s"] = http["first_token_s"]
     return found
 
 
 def build_rows(records: Sequence[Record]) -> list[PeerRow]:
-    """Our own row, then every variant of every peer in the order of the runs."""
-    ours = {
-        (record.round, record.pair): record.result["variants"][_BASELINE]
-        for record in records
-        if record.peer == OWN
-    }
+    """Our own rows, then every variant of every peer in the order of the runs."""
+    runs: dict[tuple[str, str], list[_Run]] = {}
+    ours: dict[tuple[int, str, str], Mapping[str, Any]] = {}
+    failed = []
+    for record in records:
+        if "reason" in record.result:
+            failed.append(_build_failed(record.peer, None, record.result["reason"]))
+        for variant, result in record.result["variants"].items():
+            runs.setdefault((record.peer, variant), []).append((record.round, record.pair, result))
+            if record.peer == OWN:
+                ours[record.round, record.pair, variant] = result
     if not ours:
         raise BenchError("peers: wanted at least one run of our own, got none")
-    own_metrics = {key: derive_metrics(result) for key, result in ours.items()}
-    first = next(iter(ours.values()))
-    rows = [_build_row(OWN, _BASELINE, [(metrics, None) for metrics in own_metrics.values()], [first], first)]
-    found: dict[tuple[str, str], list[tuple[tuple[int, str], Mapping[str, Any]]]] = {}
-    for record in records:
-        if record.peer == OWN:
-            continue
-        if "reason" in record.result:
-            rows.append(_build_failed(record.peer, None, record.result["reason"]))
-        for variant, result in record.result["variants"].items():
-            found.setdefault((record.peer, variant), []).append(((record.round, record.pair), result))
-    for (peer, variant), runs in found.items():
-        good = [(key, result) for key, result in runs if "reason" not in result]
-        if not good:
-            rows.append(_build_failed(peer, variant, runs[0][1]["reason"]))
-            continue
-        pairs = [(derive_metrics(result), own_metrics[key]) for key, result in good]
-        rows.append(_build_row(peer, variant, pairs, [result for _, result in good], first))
-    return rows
+    own_first = sorted(runs, key=lambda key: key[0] != OWN)
+    rows = [_summarise(peer, variant, runs[peer, variant], ours) for peer, variant in own_first]
+    num_own = sum(row.peer == OWN for row in rows)
+    return [*rows[:num_own], *failed, *rows[num_own:]]
+
+
+_Run = tuple[int, str, Mapping[str, Any]]
+"""Round, the peer it was compared for, result."""
+
+
+def _summarise(
+    peer: str, variant: str, runs: Sequence[_Run], ours: Mapping[tuple[int, str, str], Mapping[str, Any]]
+) -> PeerRow:
+    good = [run for run in runs if "reason" not in run[2]]
+    if not good:
+        return _build_failed(peer, variant, runs[0][2]["reason"])
+    baseline = _BASELINES.get(variant, _BASELINE)
+    pairs: list[tuple[Mapping[str, float], Mapping[str, float] | None]] = []
+    for idx, pair, result in good:
+        other = None if peer == OWN else ours.get((idx, pair, baseline))
+        is_there = other is not None and "reason" not in other
+        pairs.append((derive_metrics(result), derive_metrics(other) if other and is_there else None))
+    # Whatever the bits, the text is compared with ours in 16.
+    texts = [result for (_, _, name), result in ours.items() if name == _BASELINE and "check" in result]
+    reference = texts[0] if texts else good[0][2]
+    return _build_row(peer, variant, pairs, [result for _, _, result in good], reference)
 
 
 def _build_failed(peer: str, variant: str | None, reason: str) -> PeerRow:
@@ -126,7 +142,7 @@ def _build_row(
     variant: str,
     pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float] | None]],
     results: Sequence[Mapping[str, Any]],
-    first: Mapping[str, Any],
+    reference: Mapping[str, Any],
 ) -> PeerRow:
     figures = {}
     for metric in METRICS:
@@ -150,7 +166,7 @@ def _build_row(
         variant=variant,
         versions=results[0]["versions"],
         figures=figures,
-        same_tokens=(_count_same(results[0]["check"], first["check"]), len(first["check"])),
+        same_tokens=(_count_same(results[0]["check"], reference["check"]), len(reference["check"])),
         reasons={"http": reasons[0]} if reasons else {},
     )
 
@@ -202,10 +218,11 @@ def format_section(document: Mapping[str, Any], rows: Sequence[PeerRow]) -> str:
     )
     return "\n".join(
         [
-            f"{document['model']}, {machine['name']}, {document['threads']} threads, "
-            f"{document['date'][:10]}; {document['rounds']} rounds, each engine after ours. Prompts of "
+            f"The values of {document['model']}; {machine['name']}, {document['threads']} threads, "
+            f"{document['date'][:10]}; rounds: {document['rounds']}, each engine after ours. Prompts of "
             f"{sizes['prompt']} tokens, answers of {sizes['answer']}, greedy. In brackets: how many times "
-            "better ours was in the same round.",
+            "better ours was in the same round, least and most; variants of 8 and 4 bits are compared with "
+            "our int8, the others with our bf16.",
             "",
             format_table(rows, sizes),
             "",

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ class Record:
     peer: str
     load: float
     """Tasks that wanted a CPU, a minute's mean, just before."""
+    wall_s: float
+    """How long it took, installation and preparation included."""
     result: dict[str, Any]
 
 
@@ -46,22 +49,44 @@ def find_scripts(directory: Path) -> dict[str, Path]:
     return scripts
 
 
-def choose_peers(scripts: dict[str, Path], names: Sequence[str]) -> list[str]:
-    """The peers to run: those named, else all but our own.
+def choose_peers(scripts: Mapping[str, Path], wanted: Sequence[str]) -> dict[str, list[str]]:
+    """The peers to run, and of each the variants; an empty list is all of them.
+
+    Args:
+        scripts: from ``find_scripts``.
+        wanted: names, or ``NAME:VARIANT``; empty is every peer but our own.
 
     Raises:
-        BenchError: there is none of a name.
+        BenchError: there is no peer of a name. A variant is only known to the script.
     """
     known = [name for name in scripts if name != OWN]
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise BenchError(f"--peer: wanted one of {', '.join(known)}, got {', '.join(wrong)}")
-    return list(names) or known
+    chosen: dict[str, list[str]] = {}
+    for text in wanted or known:
+        name, _, variant = text.partition(":")
+        if name not in known:
+            raise BenchError(f"--peer: wanted one of {', '.join(known)}, got {name}")
+        chosen.setdefault(name, []).extend([variant] if variant else [])
+    return chosen
+
+
+def estimate_s(peers: Sequence[str], rounds: int, earlier: Sequence[Mapping[str, Any]]) -> float:
+    """How long a run will take, in seconds.
+
+    Args:
+        peers: names of scripts.
+        rounds: at least 1.
+        earlier: records of an earlier run on this machine, each as a mapping, perhaps none.
+    """
+    seconds: dict[str, float] = {}
+    for record in earlier:
+        # The first round may have installed the peer.
+        seconds[record["peer"]] = record.get("wall_s", _GUESS_S)
+    return rounds * sum(seconds.get(name, _GUESS_S) for peer in peers for name in (OWN, peer))
 
 
 def run_rounds(
-    scripts: dict[str, Path],
-    peers: Sequence[str],
+    scripts: Mapping[str, Path],
+    peers: Mapping[str, Sequence[str]],
     rounds: int,
     arguments: Sequence[str],
     progress: Progress = lambda text, done, total: None,
@@ -70,7 +95,7 @@ def run_rounds(
 
     Args:
         scripts: from ``find_scripts``.
-        peers: names of scripts.
+        peers: from ``choose_peers``.
         rounds: at least 1.
         arguments: for every script.
         progress: told what runs.
@@ -88,13 +113,12 @@ def run_rounds(
                 continue
             for name in (OWN, pair):
                 progress(f"round {idx + 1}: {name}", done, total)
-                record = Record(
-                    round=idx,
-                    pair=pair,
-                    peer=name,
-                    load=os.getloadavg()[0],
-                    result=run_script(scripts[name], [*arguments, *(_OWN_ARGUMENTS if name == OWN else ())]),
-                )
+                load, started = os.getloadavg()[0], time.monotonic()
+                variants = _OWN_VARIANTS if name == OWN else peers[pair]
+                chosen = [part for variant in variants for part in ("--variant", variant)]
+                result = run_script(scripts[name], [*arguments, *chosen])
+                wall_s = round(time.monotonic() - started, 1)
+                record = Record(round=idx, pair=pair, peer=name, load=load, wall_s=wall_s, result=result)
                 done += 1
                 records.append(record)
                 if "reason" in record.result:
@@ -105,8 +129,11 @@ def run_rounds(
     return records
 
 
-# What the others are compared with: the type that the server chooses on a CPU with AMX.
-_OWN_ARGUMENTS = ("--variant", "bf16")
+# What the others are compared with: the type that the server chooses on a CPU with AMX, and its 8 bits.
+_OWN_VARIANTS = ("bf16", "int8")
+
+_GUESS_S = 180.0
+"""Of a script that has not run here before, all variants."""
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:

@@ -14,6 +14,10 @@ from pathlib import Path
 _LAST_LINES = 3
 
 
+MEDIA = ("torchvision", "torchaudio", "torchcodec")
+"""Packages for pictures and sound: PyPI's need CUDA's torch, and beside torch for CPUs cannot be imported."""
+
+
 class SetupError(Exception):
     """A peer cannot be installed or run here; the text is what its row will say."""
 
@@ -58,6 +62,10 @@ class Environment:
     def install(self, *requirements: str, env: Mapping[str, str] | None = None) -> None:
         """Install packages at low priority, since others may be using the machine."""
         self.run("nice", "-n", "19", self.python, "-m", "pip", "install", *requirements, env=env)
+
+    def remove(self, *packages: str) -> None:
+        """Take packages out that others have brought along; those that are not there do not matter."""
+        self.run(self.python, "-m", "pip", "uninstall", "--yes", *packages)
 
 
 Step = Callable[[Environment], None]

@@ -7,6 +7,7 @@ starts itself there; inside it loads the engine, or becomes the server. The last
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Peer:
     step: Step | None = None
     """What is built besides."""
     prepare: Callable[[Setup], None] | None = None
-    """Inside, before anything is timed: conversions that are kept."""
+    """Inside, before anything is timed: what a first start converts or compiles, and keeps."""
     serve: Callable[[Setup, int], list[str]] | None = None
     """Inside: the command of a server on that port of 127.0.0.1."""
     no_server: str = "the package has no server"
@@ -215,21 +216,28 @@ def _run_inside(peer: Peer, setup: Setup, arguments: argparse.Namespace) -> None
 
 def _prepare(peer: Peer, setup: Setup) -> dict[str, Any]:
     assert peer.prepare is not None
-    peer.prepare(setup)
+    with _scratch():
+        peer.prepare(setup)
     return {}
 
 
 def _measure(peer: Peer, setup: Setup, spawned_s: float) -> dict[str, Any]:
     check_ids = json.loads(sys.stdin.read())
-    # Some engines leave files where they run.
-    with tempfile.TemporaryDirectory() as scratch:
-        os.chdir(scratch)
+    with _scratch():
         engine = peer.start(setup)
         engine.generate([check_ids], 1)
         start_s = time.monotonic() - spawned_s
         times = measure(engine, setup.sizes, check_ids)
-        os.chdir("/")
     return {"start_s": start_s, **times, "versions": _find_versions(peer)}
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    """Some engines leave files where they run."""
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        yield
+        os.chdir("/")
 
 
 def _find_versions(peer: Peer) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 Its sources come with the package llama-cpp-python. Library and ``llama-server`` are built from them once, for
 this machine; the package's bindings then use that library. Tokens are chosen with NumPy, which is faster than
-the library's own greedy sampler.
+the library's own greedy sampler. Flash attention, continuous batching and packed weights are its defaults.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from environment import Environment
+from environment import Environment, SetupError
 from frame import Peer, Setup, main
 
 _VERSION = "0.3.36"
@@ -32,6 +32,9 @@ _BUILD_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
 )
 
+_LOAD_TILES = "_tile_loadconfig(&tc);"
+_MEND = '__asm__ volatile("" : : "r"(&tc) : "memory");'
+
 
 def build(environment: Environment) -> None:
     """Fetch the sources, build ``llama-server`` with its libraries, install the bindings without building."""
@@ -46,11 +49,28 @@ def build(environment: Environment) -> None:
     with tarfile.open(archive) as tar:
         tar.extractall(sources, filter="data")
     source = sources / f"llama_cpp_python-{_VERSION}" / "vendor" / "llama.cpp"
+    keep_tile_shapes(source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     built = environment.directory / "build"
     environment.run("cmake", "-S", source, "-B", built, "-G", "Ninja", *_BUILD_OPTIONS)
     jobs = str(len(os.sched_getaffinity(0)))
     environment.run("nice", "-n", "19", "cmake", "--build", built, "--target", "llama-server", "-j", jobs)
     environment.install("--no-deps", str(archive), env={"CMAKE_ARGS": "-DLLAMA_BUILD=OFF"})
+
+
+def keep_tile_shapes(path: Path) -> None:
+    """Mend its AMX kernels for GCC, which leaves out the stores of the tiles' shapes.
+
+    Nothing seems to read them. Quantised weights would end in an illegal instruction.
+
+    Raises:
+        SetupError: the file is not as it was; the mend may not be needed any more.
+    """
+    text = path.read_text(encoding="utf-8")
+    if _MEND in text:
+        return
+    if text.count(_LOAD_TILES) != 1:
+        raise SetupError(f"{path}: wanted one {_LOAD_TILES!r} to mend, got {text.count(_LOAD_TILES)}")
+    path.write_text(text.replace(_LOAD_TILES, f"{_MEND}\n    {_LOAD_TILES}"), encoding="utf-8")
 
 
 class LlamaCppEngine:
@@ -124,7 +144,7 @@ def set_variables(home: Path, setup: Setup) -> Mapping[str, str | None]:
 
 
 def serve(setup: Setup, port: int) -> list[str]:
-    """``llama-server`` with a slot for each client."""
+    """``llama-server`` with a slot for each client, and no cache of prompts, none of which comes twice."""
     slots = max(setup.sizes.clients, 1)
     server = Path(os.environ["LLAMA_CPP_LIB_PATH"]) / "llama-server"
     flags = {
@@ -133,8 +153,12 @@ def serve(setup: Setup, port: int) -> list[str]:
         "--parallel": slots,
         "--ctx-size": slots * setup.sizes.context,
         "--threads": setup.threads,
+        "--cache-ram": 0,
+        # Of its chain of samplers all but the likeliest token would be work for nothing.
+        "--samplers": "top_k",
+        "--top-k": 1,
     }
-    return [str(server), *(str(part) for flag in flags.items() for part in flag)]
+    return [str(server), "--no-cache-prompt", *(str(part) for flag in flags.items() for part in flag)]
 
 
 PEER = Peer(

@@ -1,6 +1,7 @@
 """Measure vLLM's build for CPUs: ``python bench/peers/run_vllm.py``.
 
-The variant ``bf16-preload`` loads tcmalloc and Intel's OpenMP before everything else, as its manual advises.
+As its manual advises, tcmalloc and Intel's OpenMP are loaded before everything else. By default it keeps one
+CPU for what is not the model; the variant ``bf16-all-cpus`` gives them all to the model, as other engines do.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from environment import Environment, SetupError, fetch_debian_library
+from environment import MEDIA, Environment, SetupError, fetch_debian_library
 from frame import Peer, Setup, main
 
 _CACHE_GIB = "2"
 
 
 def remove_media(environment: Environment) -> None:
-    """Take out packages for pictures and sound: PyPI's need CUDA's torch and cannot be imported here."""
-    media = ("torchvision", "torchaudio", "torchcodec")
-    environment.run(environment.python, "-m", "pip", "uninstall", "--yes", *media)
+    """Take out what cannot be imported here."""
+    environment.remove(*MEDIA)
 
 
 class VllmEngine:
@@ -46,40 +46,52 @@ class VllmEngine:
         ]
 
 
+def compile_ahead(setup: Setup) -> None:
+    """Start once, so that what it compiles is in its cache; the cache has a place for every length."""
+    done = Path(setup.files["cache"]) / f"{setup.variant}-{setup.sizes.context}-{setup.sizes.batch}"
+    if not done.exists():
+        done.parent.mkdir(parents=True, exist_ok=True)
+        VllmEngine(setup).generate([[1, 2, 3]], 2)
+        done.touch()
+
+
 def set_variables(home: Path, setup: Setup) -> Mapping[str, str | None]:
-    """The size of the cache, and what is loaded first."""
-    variables: dict[str, str | None] = {
-        # It binds its threads itself.
-        "OMP_NUM_THREADS": None,
-        "VLLM_CPU_KVCACHE_SPACE": _CACHE_GIB,
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": setup.files["cache"],
-    }
-    if setup.variant != "bf16-preload":
-        return variables
+    """The size of the cache, what is loaded first, and how many CPUs the model gets."""
     openmp = home / "vllm" / "lib" / "libiomp5.so"
     if not openmp.exists():
         raise SetupError(f"{openmp} is missing; the package intel-openmp should have brought it")
     allocator = fetch_debian_library(home, "libtcmalloc-minimal4", "libtcmalloc_minimal.so.4")
-    return {**variables, "LD_PRELOAD": f"{allocator}:{openmp}"}
+    return {
+        # It binds its threads itself.
+        "OMP_NUM_THREADS": None,
+        "LD_PRELOAD": f"{allocator}:{openmp}",
+        "VLLM_CPU_KVCACHE_SPACE": _CACHE_GIB,
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0" if setup.variant == "bf16-all-cpus" else None,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": setup.files["cache"],
+        # Of this version's two ways to keep what is compiled, this one can be read again with this torch.
+        "VLLM_USE_AOT_COMPILE": "0",
+    }
 
 
 def serve(setup: Setup, port: int) -> list[str]:
-    """``vllm serve``."""
+    """What ``vllm serve`` starts; that command itself looks for a package named vllm."""
     flags = {
+        "--model": setup.files["hf"],
         "--port": port,
         "--dtype": "bfloat16",
         "--max-model-len": setup.sizes.context,
         "--max-num-seqs": max(setup.sizes.batch, 16),
         "--host": "127.0.0.1",
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", setup.files["hf"]]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return [*command, *(str(part) for flag in flags.items() for part in flag)]
 
 
 PEER = Peer(
     name="vllm",
-    variants=("bf16", "bf16-preload"),
+    variants=("bf16", "bf16-all-cpus"),
+    prepare=compile_ahead,
     start=VllmEngine,
     serve=serve,
     packages=("vllm-cpu", "torch", "transformers", "intel-openmp"),

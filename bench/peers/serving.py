@@ -36,7 +36,8 @@ def load_server(command: Sequence[str], env: Mapping[str, str], log: Path, sizes
         sizes: each client asks twice.
 
     Returns:
-        What ``astrai bench serve`` found, and ``start_s``: seconds from the start of the process to health.
+        What ``astrai bench serve`` found, and seconds from the start of the process: ``start_s`` to health,
+        ``first_token_s`` to the answer to a first request.
 
     Raises:
         ServerError: it did not become healthy, or the load failed.
@@ -52,7 +53,9 @@ def load_server(command: Sequence[str], env: Mapping[str, str], log: Path, sizes
         try:
             _wait_until_healthy(process, url, log)
             start_s = time.monotonic() - started
-            return {"start_s": start_s, **_load(url, sizes)}
+            _ask_for_one_token(url)
+            first_token_s = time.monotonic() - started
+            return {"start_s": start_s, "first_token_s": first_token_s, **_load(url, sizes)}
         finally:
             end_session(process)
 
@@ -75,6 +78,20 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
             pass
         time.sleep(0.05)
     raise ServerError(f"the server was not healthy after {START_TIMEOUT_S} s (see {log})")
+
+
+def _ask_for_one_token(url: str) -> None:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=START_TIMEOUT_S) as response:
+            model = json.load(response)["data"][0]["id"]
+        question = {"model": model, "prompt": "The capital of France is", "max_tokens": 1, "temperature": 0}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as response:
+            json.load(response)["choices"][0]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ServerError(f"the first request failed: {type(error).__name__}: {error}") from error
 
 
 def _load(url: str, sizes: Sizes) -> dict[str, Any]:

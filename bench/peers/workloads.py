@@ -27,7 +27,7 @@ class Sizes:
     prefill: int = 1024
     batch: int = 16
     clients: int = 8
-    repeats: int = 3
+    repeats: int = 2
 
     @property
     def context(self) -> int:

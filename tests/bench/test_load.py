@@ -105,6 +105,18 @@ def test_failures_are_told_apart() -> None:
     assert "out of pages" in run.answers[3].detail
 
 
+def test_a_request_is_sent_again_when_its_connection_was_closed_meanwhile() -> None:
+    script = Script(drops="reused")
+    run = send(script, clients=2, num_warmup=2)
+    assert [answer.error for answer in run.answers] == [None] * 6
+    assert (len(script.bodies), len(script.connections)) == (9, 9)
+
+
+def test_a_server_that_drops_new_connections_has_failed() -> None:
+    with pytest.raises(BenchError, match="nothing was measured: disconnected"):
+        send(Script(drops="all"))
+
+
 def test_an_answer_without_text_is_a_failure() -> None:
     assert {answer.error for answer in send(Script(num_chunks=0)).answers} == {"no tokens"}
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from astrai_bench.cli import bench
 from astrai_bench.errors import BenchError
+from astrai_bench.peers import read_earlier
 from astrai_bench.peers_report import (
     END_MARK,
     START_MARK,
@@ -19,7 +20,7 @@ from astrai_bench.peers_report import (
     name_result,
     replace_section,
 )
-from astrai_bench.peers_run import OWN, Record, choose_peers, find_scripts, run_rounds, run_script
+from astrai_bench.peers_run import OWN, Record, choose_peers, estimate_s, find_scripts, run_rounds, run_script
 
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
 TESTS = Path(__file__).parents[1]
@@ -99,6 +100,7 @@ def test_the_server_is_asked_by_clients_and_ended(home: Path, tmp_path: Path) ->
         "example": None,
         "shorter_than_max_tokens": 0,
     }
+    assert 0 < http["start_s"] < http["first_token_s"]
     assert (http["tokens"]["input_min"], http["tokens"]["input_max"], http["tokens"]["output"]) == (6, 6, 16)
     result_after = CliRunner().invoke(bench, ["serve", http["load"]["url"]])
     assert "wanted a list of models" in str(result_after.exception)
@@ -137,10 +139,29 @@ def test_an_environment_is_made_once_for_the_same_requirements(
         made.run(sys.executable, "-c", "raise SystemExit('no wheel')")
 
 
+def test_a_mend_of_sources_is_made_once_and_refused_where_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PEERS))
+    import run_llama_cpp
+    from environment import SetupError
+
+    path = tmp_path / "mmq.cpp"
+    path.write_text("    _tile_loadconfig(&tc);\n", encoding="utf-8")
+    for _ in range(2):
+        run_llama_cpp.keep_tile_shapes(path)
+    first, second = path.read_text(encoding="utf-8").splitlines()
+    assert '"memory"' in first
+    assert second == "    _tile_loadconfig(&tc);"
+    path.write_text("_tile_load(tc);", encoding="utf-8")
+    with pytest.raises(SetupError, match="wanted one '_tile_loadconfig"):
+        run_llama_cpp.keep_tile_shapes(path)
+
+
 def write_scripts(tmp_path: Path) -> Path:
     scripts = tmp_path / "scripts"
     scripts.mkdir()
-    write_peer(scripts, OWN, ("bf16", "f32"), "is_own=True")
+    write_peer(scripts, OWN, ("bf16", "int8", "f32"), "is_own=True")
     write_peer(scripts, "good", ("bf16", "broken"))
     write_peer(scripts, "bad", options="step=fail")
     return scripts
@@ -158,7 +179,25 @@ def test_ours_and_the_peers_alternate_and_a_failed_one_is_not_run_again(home: Pa
         (1, "good", OWN),
         (1, "good", "good"),
     ]
-    assert set(records[0].result["variants"]) == {"bf16"}
+    assert set(records[0].result["variants"]) == {"bf16", "int8"}
+    assert all(record.wall_s > 0 for record in records)
+
+
+def test_one_variant_of_a_peer_can_be_chosen(home: Path, tmp_path: Path) -> None:
+    scripts = find_scripts(write_scripts(tmp_path))
+    chosen = choose_peers(scripts, ["good:broken", "bad"])
+    assert chosen == {"good": ["broken"], "bad": []}
+    records = run_rounds(scripts, {"good": ["broken"]}, 1, ["--home", str(home), "--no-http", *FLAGS])
+    assert set(records[-1].result["variants"]) == {"broken"}
+    records = run_rounds(scripts, {"good": ["int3"]}, 1, ["--home", str(home), "--no-http", *FLAGS])
+    assert "invalid choice: 'int3'" in records[-1].result["reason"]
+
+
+def test_the_expected_time_is_that_of_the_last_run() -> None:
+    records = [("astrai", 500.0), ("vllm", 900.0), ("astrai", 60.0), ("vllm", 240.0)]
+    earlier = [{"peer": peer, "wall_s": seconds} for peer, seconds in records]
+    assert estimate_s(["vllm"], 3, earlier) == 900
+    assert estimate_s(["vllm", "other"], 1, earlier) == 60 + 240 + 60 + 180
 
 
 def test_the_command_writes_a_table_and_a_file(home: Path, tmp_path: Path) -> None:
@@ -169,16 +208,20 @@ def test_the_command_writes_a_table_and_a_file(home: Path, tmp_path: Path) -> No
     result = CliRunner().invoke(bench, ["peers", *flags, "--rounds", "1", "--", "--no-http", *FLAGS])
     assert result.exit_code == 0, result.output
     document = json.loads(result.output.splitlines()[-1])
+    assert result.output.startswith("About 12 min; ")
     (path,) = (tmp_path / "r").iterdir()
     assert json.loads(path.read_text(encoding="utf-8")) == document
     assert [(row["peer"], row["variant"]) for row in document["rows"]] == [
         (OWN, "bf16"),
+        (OWN, "int8"),
         ("bad", None),
         ("good", "bf16"),
         ("good", "broken"),
     ]
+    # The next run knows how long it takes.
+    assert [record["peer"] for record in read_earlier(tmp_path / "r")] == [OWN, "bad", OWN, "good"]
     text = readme.read_text(encoding="utf-8")
-    assert text.startswith(f"before\n{START_MARK}\nfake, ")
+    assert text.startswith(f"before\n{START_MARK}\nThe values of fake; ")
     assert text.endswith(f"{END_MARK}\nafter\n")
     assert "old" not in text
     assert "- bad: the compiler is missing" in text
@@ -191,15 +234,14 @@ def make_result(single: float, batch: float, check: list[int], **changes: Any) -
     return result | times | changes
 
 
-def make_record(idx: int, peer: str, result: dict[str, Any]) -> Record:
-    return Record(
-        round=idx, pair="x", peer=peer, load=0.0, result={"peer": peer, "variants": {"bf16": result}}
-    )
+def make_record(idx: int, peer: str, result: dict[str, Any], **others: dict[str, Any]) -> Record:
+    found = {"peer": peer, "variants": {"bf16": result, **others}}
+    return Record(round=idx, pair="x", peer=peer, load=0.0, wall_s=1.0, result=found)
 
 
 def test_figures_are_medians_of_repetitions() -> None:
     times = {"first_s": [1.0, 9.0, 1.0], "single_s": [4.0, 3.0, 2.0], "batch_s": [6.0, 2.0, 3.0]}
-    http = {"output_tok_s": 50.0, "latency": {"ttft_ms": {"p50": 8.0}}}
+    http = {"output_tok_s": 50.0, "first_token_s": 2.5, "latency": {"ttft_ms": {"p50": 8.0}}}
     found = derive_metrics(make_result(0.0, 0.0, [], **times, http=http))
     assert found == {
         "start_s": 3.0,
@@ -208,6 +250,7 @@ def test_figures_are_medians_of_repetitions() -> None:
         "batch_tok_s": 4.0,
         "http_tok_s": 50.0,
         "http_ttft_ms": 8.0,
+        "http_start_s": 2.5,
     }
 
 
@@ -234,6 +277,29 @@ def test_ratios_are_of_the_same_round_and_above_one_where_ours_is_better() -> No
     assert "prompt of 9, tok/s" in lines[0]
     assert lines[3].startswith("| x, bf16 | 2.25 (1.50×, 1.00–2.00) |")
     assert lines[3].endswith("| 2/3 |")
+
+
+def test_variants_of_8_and_4_bits_meet_our_int8() -> None:
+    own = make_record(0, OWN, make_result(2.0, 1.0, [1, 2]), int8=make_result(1.5, 1.0, [1, 3]))
+    slow = make_result(3.0, 1.0, [1, 2])
+    peer = make_record(0, "x", slow, q8_0=slow, int4=slow, int8={"reason": "no"})
+    rows = {(row.peer, row.variant): row for row in build_rows([own, peer])}
+    assert list(rows)[:2] == [(OWN, "bf16"), (OWN, "int8")]
+    ratios = {
+        variant: row.figures["single_tok_s"].ours_better
+        for (name, variant), row in rows.items()
+        if name == "x" and row.figures
+    }
+    assert ratios == {"bf16": (2, 2, 2), "q8_0": (4, 4, 4), "int4": (4, 4, 4)}
+    # The text is compared with ours in 16 bits.
+    assert (rows["x", "q8_0"].same_tokens, rows[OWN, "int8"].same_tokens) == ((2, 2), (1, 2))
+
+
+def test_a_peer_is_shown_where_ours_has_failed() -> None:
+    broken: dict[str, Any] = {"reason": "no compiler"}
+    rows = build_rows([make_record(0, OWN, broken), make_record(0, "x", make_result(2.0, 1.0, [1]))])
+    assert rows[0].reasons == {"run": "no compiler"}
+    assert rows[1].figures["single_tok_s"].ours_better is None
 
 
 def test_a_server_that_failed_is_a_note() -> None:
