@@ -6,12 +6,16 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Literal
 
-ABI = 1
+ABI = 2
 """What ``astrai_abi`` of a library returns that fits this module."""
 
 Quantize = Literal["none", "int8", "int4"]
 WEIGHTS_F32, WEIGHTS_BF16, WEIGHTS_INT8, WEIGHTS_INT4 = range(4)
 DTYPE_F32, DTYPE_BF16 = range(2)
+
+HAS_QKV_BIAS, HAS_OUT_BIAS, HAS_MLP_BIAS, HAS_POST_NORMS, HAS_QK_GAIN, HAS_SINKS, HAS_HEAD = (
+    1 << bit for bit in range(7)
+)
 
 PHASES = ("embed", "norm", "qkv", "rotary", "attend", "out", "gate_up", "down", "head")
 """What ``Step.phase_seconds`` counts, in order."""
@@ -25,7 +29,7 @@ class Shape(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("n_layers", "hidden", "inner", "n_q_heads", "n_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("rotary_dim", "vocab", "n_ropes")),
-        *((name, c_int32) for name in ("weights", "dtype", "activation", "adjacent", "threads")),
+        *((name, c_int32) for name in ("weights", "dtype", "activation", "adjacent", "threads", "has")),
         *((name, c_float) for name in ("norm_eps", "embed_scale", "softmax_scale", "attn_softcap")),
         ("logit_softcap", c_float),
     ]
@@ -39,8 +43,6 @@ class LayerTensors(Structure):
         *((name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
         *((name, c_void_p) for name in ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")),
         *((name, c_void_p) for name in ("qk_gain", "sinks")),
-        ("window", c_int64),
-        ("rope", c_int64),
     ]
 
 
@@ -71,12 +73,15 @@ def declare(library: ctypes.CDLL) -> None:
     library.astrai_abi.restype = c_int32
     library.astrai_struct_bytes.restype, library.astrai_struct_bytes.argtypes = c_int64, [c_int32]
     library.astrai_prepare.restype = c_int32
-    library.astrai_create.restype, library.astrai_create.argtypes = c_void_p, [POINTER(Shape)]
+    library.astrai_create.restype = c_void_p
+    library.astrai_create.argtypes = [POINTER(Shape), POINTER(c_int64), POINTER(c_int64)]
     library.astrai_destroy.restype, library.astrai_destroy.argtypes = None, [c_void_p]
     library.astrai_pack_layer.restype = c_int32
     library.astrai_pack_layer.argtypes = [c_void_p, c_int64, POINTER(LayerTensors)]
     library.astrai_pack_head.restype = c_int32
     library.astrai_pack_head.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
+    library.astrai_weights.restype = c_void_p
+    library.astrai_weights.argtypes = [c_void_p, POINTER(c_int64)]
     library.astrai_num_bytes.restype, library.astrai_num_bytes.argtypes = c_int64, [c_void_p]
     library.astrai_forward.restype = c_int32
     library.astrai_forward.argtypes = [c_void_p, POINTER(Step), c_char_p, c_int64]

@@ -133,7 +133,7 @@ def _plan(isa: Isa | None, defines: tuple[str, ...] = ()) -> tuple[Isa, tuple[st
     """Instruction set, compiler command without files, and where the library is or will be."""
     chosen = isa or list_isas(cpu_flags())[0]
     command = (*_find_compiler(), *_COMMON, *FLAGS[chosen], *defines)
-    return chosen, command, _cache_root() / f"kernels_{chosen}_{_hash_build(command)}.so"
+    return chosen, command, cache_root() / f"kernels_{chosen}_{_hash_build(command)}.so"
 
 
 @functools.cache
@@ -213,7 +213,8 @@ def _hash_build(command: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
+    """Directory of what is made once for the CPU and kept: ``cpu`` in ``ASTRAI_HOME``."""
     home = os.environ.get("ASTRAI_HOME")
     return (Path(home).expanduser() if home else Path.home() / ".cache" / "astrai") / "cpu"
 

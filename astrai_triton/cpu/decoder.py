@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from astrai_triton.backend import current_backend
 from astrai_triton.cpu import abi
 from astrai_triton.cpu.build import build, why_not_build
-from astrai_triton.cpu.isa import Isa
+from astrai_triton.cpu.isa import Isa, cpu_flags, list_isas
+from astrai_triton.cpu.shape import DTYPES, WEIGHTS, describe_layer, describe_shape, list_ropes
 from astrai_triton.errors import BackendError, UnsupportedCallError
 from astrai_triton.kvcache import KVCache
 from astrai_triton.model import Decoder, ModelConfig, RotaryEmbedding
-from astrai_triton.model.layers import Layer, RmsNorm
+from astrai_triton.model.layers import Layer
 
-_DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16}
-_WEIGHTS = {"int8": abi.WEIGHTS_INT8, "int4": abi.WEIGHTS_INT4}
 _MAX_HEAD_DIM, _MAX_GROUP, _MAX_LAYERS = 512, 96, 4096
 
 
@@ -38,13 +37,37 @@ def why_not(
     Raises:
         ValueError: ``quantize`` or ``isa`` is unknown.
     """
-    if quantize != "none" and quantize not in _WEIGHTS:
-        raise ValueError(f"quantize: wanted none, {', '.join(_WEIGHTS)}, got {quantize!r}")
-    config = model.config
     if model.device.type != "cpu":
         return f"the CPU kernels need the model on the CPU, it is on {model.device}"
-    if model.dtype not in _DTYPES:
-        return f"the CPU kernels compute in bfloat16 and float32, the model is in {model.dtype}"
+    return why_not_config(
+        model.config, dtype=model.dtype, quantize=quantize, isa=isa, check_build=check_build
+    )
+
+
+def why_not_config(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    quantize: abi.Quantize = "none",
+    isa: Isa | None = None,
+    check_build: bool = True,
+) -> str | None:
+    """``why_not`` of a model that is not there yet.
+
+    Args:
+        config: of the model.
+        dtype: of the model.
+        quantize: as for ``CpuDecoder``.
+        isa: as for ``CpuDecoder``.
+        check_build: also ask whether the kernels can be built here.
+
+    Raises:
+        ValueError: ``quantize`` or ``isa`` is unknown.
+    """
+    if quantize != "none" and quantize not in WEIGHTS:
+        raise ValueError(f"quantize: wanted none, {', '.join(WEIGHTS)}, got {quantize!r}")
+    if dtype not in DTYPES:
+        return f"the CPU kernels compute in bfloat16 and float32, the model is in {dtype}"
     if config.head_dim > _MAX_HEAD_DIM:
         return f"the CPU kernels take heads of up to {_MAX_HEAD_DIM}, this model has {config.head_dim}"
     if config.n_q_heads // config.n_kv_heads > _MAX_GROUP:
@@ -59,11 +82,17 @@ class CpuDecoder:
     lies between a product and what follows it, are not rounded, which the ``Decoder`` does. A row of a
     request that decodes has the same bits whatever runs beside it, whatever the threads do.
 
+    With quantised weights the only row of a request in a step is rounded to int8 before products. Where AMX
+    serves a bfloat16 model, the rows of a request that has several are not: their weights are widened, so
+    that a prefill is as fast as without quantisation, and nearer to it. Both follow from the request alone.
+
     Weights are packed once, in a copy of its own. One forward runs at a time.
 
     Args:
         model: loaded, on the CPU, bfloat16 or float32.
-        quantize: "int8" and "int4" hold linear weights and the LM head in groups of 64 with a scale each.
+        quantize: "int8" holds linear weights and the LM head in groups of 64 inputs with a scale each. "int4"
+            holds linear weights in groups of 32 with a scale and a minimum, which keeps those of a GGUF in
+            Q4_0 or Q4_1, and the LM head as int8.
         isa: instruction set; None is the fastest there is.
         threads: None is ``torch.get_num_threads()`` now.
         release: free the weights of ``model`` as they are packed; it must not be used any more.
@@ -86,26 +115,84 @@ class CpuDecoder:
         reason = why_not(model, quantize=quantize, isa=isa)
         if reason is not None:
             raise BackendError(f"{reason}; use the Decoder itself")
+        rotary = [rotary for rotary in model.rotary if isinstance(rotary, RotaryEmbedding)]
+        self._create(model.config, model.dtype, quantize, isa, threads, model.embed_scale, rotary)
+        self._pack(model, release=release)
+
+    @classmethod
+    def from_packed(
+        cls,
+        config: ModelConfig,
+        fill: Callable[[memoryview], None],
+        *,
+        dtype: torch.dtype,
+        quantize: abi.Quantize = "none",
+        isa: Isa | None = None,
+        threads: int | None = None,
+        max_seq_len: int | None = None,
+    ) -> CpuDecoder:
+        """Build one from the ``packed_weights`` of another with the same arguments.
+
+        Args:
+            config: of the model.
+            fill: writes them into the memory it is given, which is zero; what it raises is passed on.
+            dtype: bfloat16 or float32, of the model.
+            quantize: as for the class.
+            isa: as for the class.
+            threads: as for the class.
+            max_seq_len: positions ever used; None is ``config.max_seq_len``.
+
+        Raises:
+            BackendError: ``why_not_config`` has a reason, or the kernels do not build.
+            MemoryError: there is no room for the packed weights.
+            ValueError: an argument is out of range.
+        """
+        reason = why_not_config(config, dtype=dtype, quantize=quantize, isa=isa)
+        if reason is not None:
+            raise BackendError(f"{reason}; use a Decoder")
+        max_len = config.max_seq_len if max_seq_len is None else max_seq_len
+        decoder = cls.__new__(cls)
+        rotary = [RotaryEmbedding(rope, max_len) for rope in list_ropes(config)]
+        # Rounded like that of a Decoder.
+        embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
+        decoder._create(config, dtype, quantize, isa, threads, embed_scale, rotary)
+        fill(decoder._weights())
+        return decoder
+
+    def _create(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        quantize: abi.Quantize,
+        isa: Isa | None,
+        threads: int | None,
+        embed_scale: float,
+        rotary: list[RotaryEmbedding],
+    ) -> None:
+        """Everything but the weights."""
         if threads is not None and threads < 1:
             raise ValueError(f"threads: wanted >= 1, got {threads}")
-        self.config: ModelConfig = model.config
+        self.config: ModelConfig = config
         self.device = torch.device("cpu")
-        self.dtype = model.dtype
+        self.dtype = dtype
         self.quantize = quantize
+        self.isa: Isa = isa or list_isas(cpu_flags())[0]
         self.phase_seconds: list[float] | None = None
         """Seconds of the phases ``abi.PHASES`` are added here by every forward where it is a list."""
-        self._rotary = [rotary for rotary in model.rotary if isinstance(rotary, RotaryEmbedding)]
-        self._library = build(isa)
+        self._rotary = rotary
+        self._library = build(self.isa)
         self._busy = threading.Lock()
         self._error = ctypes.create_string_buffer(abi.ERROR_BYTES)
-        self._freqs = (ctypes.c_void_p * len(self._rotary))()
-        self._num_positions = (ctypes.c_int64 * len(self._rotary))()
-        shape = _describe_shape(model, quantize, threads or torch.get_num_threads())
-        self._model = self._library.astrai_create(ctypes.byref(shape))
+        self._freqs = (ctypes.c_void_p * len(rotary))()
+        self._num_positions = (ctypes.c_int64 * len(rotary))()
+        shape = describe_shape(config, dtype, quantize, embed_scale, threads or torch.get_num_threads())
+        ropes, per_layer = list_ropes(config), ctypes.c_int64 * config.n_layers
+        windows = per_layer(*(layer.window for layer in config.layers))
+        tables = per_layer(*(ropes.index(layer.rope) for layer in config.layers))
+        self._model = self._library.astrai_create(ctypes.byref(shape), windows, tables)
         if not self._model:
             raise MemoryError("no memory for the packed weights")
         weakref.finalize(self, self._library.astrai_destroy, self._model)
-        self._pack(model, release=release)
 
     @property
     def vocab_size(self) -> int:
@@ -114,8 +201,22 @@ class CpuDecoder:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the packed weights."""
+        """Packed weights that every forward reads: all but the embedding where it is a table of its own."""
         return int(self._library.astrai_num_bytes(self._model))
+
+    def packed_weights(self) -> memoryview:
+        """The packed weights themselves, bytes, which live as long as this view of them.
+
+        What lies where follows from the config, the dtype, ``quantize`` and the sources of the kernels.
+        """
+        return self._weights().toreadonly()
+
+    def _weights(self) -> memoryview:
+        num_bytes = ctypes.c_int64()
+        address = self._library.astrai_weights(self._model, ctypes.byref(num_bytes))
+        array = (ctypes.c_uint8 * num_bytes.value).from_address(address)
+        array.owner = self  # type: ignore[attr-defined]
+        return memoryview(array).cast("B")
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, logits_rows: Tensor | None = None
@@ -212,7 +313,7 @@ class CpuDecoder:
         with torch.inference_mode():
             for i, layer in enumerate(model.layers):
                 assert isinstance(layer, Layer)
-                tensors, kept = _describe_layer(model, layer)
+                tensors, kept = describe_layer(model.dtype, layer)
                 status = self._library.astrai_pack_layer(self._model, i, ctypes.byref(tensors))
                 del kept
                 if status:
@@ -237,68 +338,6 @@ def _require(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ..
             f"{name}: wanted {list(shape)} {dtype} on the CPU, contiguous, got {list(tensor.shape)} "
             f"{tensor.dtype} on {tensor.device}, strides {list(tensor.stride())}"
         )
-
-
-def _describe_shape(model: Decoder, quantize: abi.Quantize, threads: int) -> abi.Shape:
-    config = model.config
-    dtype = _DTYPES[model.dtype]
-    scale = config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale
-    return abi.Shape(
-        n_layers=config.n_layers,
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        n_q_heads=config.n_q_heads,
-        n_kv_heads=config.n_kv_heads,
-        head_dim=config.head_dim,
-        rotary_dim=config.layers[0].rope.rotary_dim,
-        vocab=config.vocab_size,
-        n_ropes=len(model.rotary),
-        # Weights of the model's own dtype have its number.
-        weights=_WEIGHTS.get(quantize, dtype),
-        dtype=dtype,
-        activation=0 if config.activation == "silu" else 1,
-        adjacent=config.pairing == "adjacent",
-        threads=threads,
-        norm_eps=config.norm_eps,
-        embed_scale=model.embed_scale,
-        softmax_scale=scale,
-        attn_softcap=config.attn_softcap,
-        logit_softcap=config.logit_softcap,
-    )
-
-
-def _describe_layer(model: Decoder, layer: Layer) -> tuple[abi.LayerTensors, list[Tensor]]:
-    """Where the tensors of a layer are, and those that must live until they are packed."""
-    attn, mlp, kept = layer.attn, layer.mlp, []
-
-    def place(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
-        if tensor is None:
-            return None
-        kept.append(tensor.detach().to(dtype).contiguous())
-        return kept[-1].data_ptr()
-
-    def weight_of(norm: RmsNorm | None) -> Tensor | None:
-        return None if norm is None else norm.weight
-
-    tensors = abi.LayerTensors(
-        qkv=place(attn.qkv_weight, model.dtype),
-        o=place(attn.o_weight, model.dtype),
-        gate_up=place(mlp.gate_up_weight, model.dtype),
-        down=place(mlp.down_weight, model.dtype),
-        qkv_bias=place(attn.qkv_bias),
-        o_bias=place(attn.o_bias),
-        gate_up_bias=place(mlp.gate_up_bias),
-        down_bias=place(mlp.down_bias),
-        attn_norm=place(layer.attn_norm.weight),
-        post_attn_norm=place(weight_of(layer.post_attn_norm)),
-        mlp_norm=place(layer.mlp_norm.weight),
-        post_mlp_norm=place(weight_of(layer.post_mlp_norm)),
-        qk_gain=place(attn.qk_gain),
-        sinks=place(attn.sinks),
-        window=model.config.layers[attn.layer_idx].window,
-        rope=attn.rope_idx,
-    )
-    return tensors, kept
 
 
 def _release(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from astrai_triton.engine.candidates import MASS_ONE, Candidates, take_best
+from astrai_triton.engine.host import is_on_host, score_on_host
 from astrai_triton.engine.result import TokenLogprob
 
 LEAST_LOGPROB = -9999.0
@@ -32,13 +33,19 @@ def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int = 0) -> Tensor:
         most likely tokens, ties lower id first, and their log-probabilities. Natural log, at least
         ``LEAST_LOGPROB``; NaN in a row with NaN or +inf, or nothing above -inf. ``read_score`` reads a row.
     """
+    num_top = min(num_top, logits.shape[1])
+    if is_on_host(logits.device):
+        scores = score_on_host(logits, token_ids, num_top)
+        scores[:, :1].clip(min=LEAST_LOGPROB, out=scores[:, :1])
+        scores[:, 1 + num_top :].clip(min=LEAST_LOGPROB, out=scores[:, 1 + num_top :])
+        return torch.from_numpy(scores)
     candidates = Candidates(logits)
     top = candidates.top().double()
     log_mass = (candidates.mass().sum(1, keepdim=True) / MASS_ONE).log_()
     chosen = logits.gather(1, token_ids.unsqueeze(1))
     if not num_top:
         return _log_share(chosen, top, log_mass)
-    ids, values = take_best(logits, min(num_top, logits.shape[1]))
+    ids, values = take_best(logits, num_top)
     shares = _log_share(torch.cat((chosen, values), dim=1), top, log_mass)
     # Ids are far below 2^53: exact as float64, so that one tensor carries all.
     return torch.cat((shares[:, :1], ids.double(), shares[:, 1:]), dim=1)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from astrai_triton.engine.host import draw_on_host, is_on_host, make_cuts
 from astrai_triton.engine.noise import uniform_array
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.engine.sampling import Route, build_edits, build_steps, choose_route, draw_largest
@@ -30,6 +31,8 @@ class SamplePlan:
     ) -> None:
         self._num_rows = len(params)
         self._edits = build_edits(params, None, None)
+        self._seeds = np.array([seed & (2**64 - 1) for seed in seeds], dtype=np.uint64)
+        self._cuts = [make_cuts(p, vocab_size) for p in params] if is_on_host(device) else None
         members: dict[Route, list[int]] = {}
         for row_idx, row_params in enumerate(params):
             members.setdefault(choose_route(row_params, vocab_size), []).append(row_idx)
@@ -51,11 +54,13 @@ class SamplePlan:
         """
         undo = [edit.edit_(logits) for edit in self._edits]
         ids = self._draw(logits, positions)
-        for where, old in reversed(undo):
-            logits[where] = old
+        for restore in reversed(undo):
+            restore()
         return ids
 
     def _draw(self, logits: Tensor, positions: npt.NDArray[np.intp]) -> Tensor:
+        if self._cuts is not None:
+            return draw_on_host(logits, self._cuts, uniform_array(self._seeds, positions).tolist())
         if len(self._groups) == 1:
             return self._groups[0].draw(logits, positions)
         ids = torch.empty(self._num_rows, dtype=torch.int64, device=logits.device)

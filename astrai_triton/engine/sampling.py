@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from astrai_triton.engine.candidates import MAX_SEARCHED, Candidates, take_largest
+from astrai_triton.engine.host import draw_on_host, is_on_host, make_cuts, select_rows
 from astrai_triton.engine.logprobs import read_score, score_tokens
 from astrai_triton.engine.noise import uniform
 from astrai_triton.engine.params import SamplingParams, check_vocab
@@ -172,8 +173,8 @@ class SamplingPipeline(BaseSamplingStrategy):
             edits.append(GrammarStrategy(masks, constrained))
         undo = [edit.edit_(logits) for edit in edits]
         ids = _draw_rows(logits, rows)
-        for where, old in reversed(undo):
-            logits[where] = old
+        for restore in reversed(undo):
+            restore()
         return _read_tokens(logits, ids, rows)
 
 
@@ -255,7 +256,13 @@ def choose_route(params: SamplingParams, vocab_size: int) -> Route:
 
 
 def _draw_rows(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """One id a row, [B] int64 or -1. A vectorised pass for each route taken, four at most; no device read."""
+    """One id a row, [B] int64 or -1. A vectorised pass for each route taken, four at most; no device read.
+
+    On a CPU rows are drawn one by one.
+    """
+    if is_on_host(logits.device):
+        cuts = [make_cuts(row.params, logits.shape[1]) for row in rows]
+        return draw_on_host(logits, cuts, [uniform(row.seed, row.position) for row in rows])
     routes: dict[Route, list[int]] = {}
     for row_idx, row in enumerate(rows):
         routes.setdefault(choose_route(row.params, logits.shape[1]), []).append(row_idx)
@@ -351,7 +358,7 @@ def _score_rows(logits: Tensor, ids: Tensor, rows: Sequence[SampleRow], members:
     """``score_tokens`` of some rows, with as many alternatives as any of them wants."""
     if len(members) < len(rows):
         index = torch.tensor(members, device=logits.device)
-        logits, ids = logits.index_select(0, index), ids.index_select(0, index)
+        logits, ids = select_rows(logits, index), ids.index_select(0, index)
     num_top = max(rows[row_idx].params.top_logprobs for row_idx in members)
     # A row that is not finite has no id; what is computed for it is not read.
     return score_tokens(logits, ids.clamp(min=0), num_top)

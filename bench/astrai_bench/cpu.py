@@ -139,7 +139,7 @@ def time_case(models: dict[str, Decoder | CpuDecoder], case: Case, rounds: int) 
     logits = [step() for step in steps.values()]
     for other in logits[1:]:
         agreement = torch.nn.functional.cosine_similarity(logits[0], other, dim=-1).min().item()
-        # int4 in groups of 64 is about this far from its model.
+        # int4 of weights that had more bits is about this far from its model.
         if not agreement > 0.8:
             raise BenchError(f"{case.name}: the models disagree, cosine of their logits {agreement:.2f}")
     seconds: dict[str, list[float]] = {name: [] for name in models}

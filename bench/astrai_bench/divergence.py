@@ -63,6 +63,43 @@ class Tally:
         }
 
 
+class PrefillDecode:
+    """A model with a cache, called like one without: half of the tokens are one prefill, the rest is decoded.
+
+    Args:
+        model: what the engine calls: ``(token_ids [T], positions [T], kv_cache)`` gives logits of all rows.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """``[1, n, vocab]`` logits of ``[1, n]`` tokens, at positions that count from 0."""
+        from astrai_triton.cache import PagePool
+
+        count, config = token_ids.shape[1], self._model.config
+        pool = PagePool(
+            n_layers=config.n_layers,
+            n_q_heads=config.n_q_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            max_batch_size=1,
+            max_seq_len=count,
+            max_step_tokens=count,
+            dtype=self._model.dtype,
+        )
+        lease = pool.open(token_ids[0].tolist())
+        assert lease is not None
+        prefilled = max(1, count // 2)
+        logits = []
+        for start, end in [(0, prefilled), *((i, i + 1) for i in range(prefilled, count))]:
+            pool.extend(lease, end)
+            cache = pool.bind_tasks([lease], [end - start], [end])
+            logits.append(self._model(token_ids[0, start:end], positions[0, start:end], cache))
+        return torch.cat(logits)[None]
+
+
 def compute_logits(model: Any, window: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Predictions for every token of a window but the first.
 

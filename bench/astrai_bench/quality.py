@@ -7,15 +7,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from astrai_bench.errors import BenchError
 
+if TYPE_CHECKING:
+    from astrai_triton.cpu import Quantize
+
 FORMAT = 1
 REFERENCE = "float32"
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED = ("int8", "int4")
 
 
 @click.command(short_help="Perplexity, and divergence of a dtype from float32.")
@@ -30,6 +34,13 @@ DTYPES = ("float32", "bfloat16", "float16")
     help="Type of weights, activations, K and V; repeatable. float32 is always run.",
 )
 @click.option(
+    "--quantize",
+    "quantized",
+    multiple=True,
+    type=click.Choice(QUANTIZED),
+    help="Weights of the CPU kernels, beside activations, K and V in bfloat16; repeatable.",
+)
+@click.option(
     "--text", type=click.Path(dir_okay=False, path_type=Path), help="UTF-8 file instead of Python's manual."
 )
 @click.option("--context", type=click.IntRange(2), default=512, show_default=True, help="Tokens of a window.")
@@ -41,6 +52,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def quality(
     model: str,
     dtypes: Sequence[str],
+    quantized: Sequence[Quantize],
     text: Path | None,
     context: int,
     windows: int,
@@ -48,6 +60,9 @@ def quality(
     json_path: Path | None,
 ) -> None:
     """Let MODEL predict a text in float32 and in other types, on the CPU, and compare.
+
+    With --quantize MODEL runs in the CPU kernels as in a server: half of a window is one prefill, what
+    follows is decoded token by token.
 
     The text is the reference manual inside Python, so that nothing is fetched; its hash is part of the
     result, since it changes with Python. Reported are perplexity, how often the likeliest token is that of
@@ -59,7 +74,7 @@ def quality(
     from astrai_bench.quality_text import load_manual, read_text
 
     chosen = load_manual() if text is None else read_text(text)
-    document = measure_quality(model, dtypes, chosen, context, windows, threads)
+    document = measure_quality(model, dtypes, quantized, chosen, context, windows, threads)
     Console().print(build_table(document))
     line = json.dumps(document, separators=(",", ":"))
     if json_path is not None:
@@ -68,13 +83,19 @@ def quality(
 
 
 def measure_quality(
-    name: str, dtypes: Sequence[str], text: Any, context: int, num_windows: int, threads: int | None
+    name: str,
+    dtypes: Sequence[str],
+    quantized: Sequence[Quantize],
+    text: Any,
+    context: int,
+    num_windows: int,
+    threads: int | None,
 ) -> dict[str, Any]:
     """The JSON object of a run; ``text`` is a ``quality_text.Text``.
 
     Raises:
         BenchError: a window is longer than the model's context, the text is too short, or a package is
-            missing.
+            missing, or the CPU kernels cannot run the model.
         AstraiError: the model cannot be found or loaded.
     """
     import attrs
@@ -101,6 +122,7 @@ def measure_quality(
     token_ids = checkpoint.tokenizer.encode(text.content, add_bos=False)
     pieces = cut_windows(token_ids, context, num_windows)
     models = {dtype: load_model(checkpoint, dtype) for dtype in dict.fromkeys((REFERENCE, *dtypes))}
+    models |= {quantize: load_quantized(checkpoint, quantize) for quantize in dict.fromkeys(quantized)}
     with Progress(transient=True, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         for tallies in bar.track(compare_models(models, REFERENCE, pieces), total=num_windows):
             found = tallies
@@ -114,7 +136,7 @@ def measure_quality(
         "context": context,
         "windows": num_windows,
         "predicted": found[REFERENCE].num_tokens,
-        "rows": [{"dtype": dtype, **tally.summarize()} for dtype, tally in found.items()],
+        "rows": [{**describe_row(name), **tally.summarize()} for name, tally in found.items()],
     }
 
 
@@ -129,19 +151,42 @@ def load_model(checkpoint: Any, dtype: str) -> Any:
     return model
 
 
+def load_quantized(checkpoint: Any, quantize: Quantize) -> Any:
+    """The CPU kernels with such weights, stepped through a window as a server would.
+
+    Raises:
+        BenchError: they cannot run the model, or not here.
+    """
+    from astrai_bench.divergence import PrefillDecode
+    from astrai_triton.cpu import CpuDecoder, why_not
+
+    decoder = load_model(checkpoint, "bfloat16")
+    reason = why_not(decoder, quantize=quantize)
+    if reason is not None:
+        raise BenchError(f"--quantize {quantize}: {reason}")
+    return PrefillDecode(CpuDecoder(decoder, quantize=quantize, release=True))
+
+
+def describe_row(name: str) -> dict[str, str]:
+    """What a row of the result is of: dtype and type of weights."""
+    return (
+        {"dtype": "bfloat16", "quantize": name} if name in QUANTIZED else {"dtype": name, "quantize": "none"}
+    )
+
+
 def build_table(document: dict[str, Any]) -> Any:
-    """One line per dtype."""
+    """One line per model."""
     from rich.table import Table
 
     table = Table(
         title=f"{document['model']}, {document['predicted']} tokens of {document['text']['source']}"
     )
-    table.add_column("dtype", no_wrap=True)
+    table.add_column("model", no_wrap=True)
     for name in ("perplexity", "±", "first choice as float32", "KL mean", "KL p99", "KL max"):
         table.add_column(name, justify="right")
     for row in document["rows"]:
         table.add_row(
-            row["dtype"],
+            row["dtype"] if row["quantize"] == "none" else row["quantize"],
             f"{row['perplexity']:.4f}",
             f"{row['perplexity_error']:.2f}",
             f"{row['top1_agreement']:.2%}",

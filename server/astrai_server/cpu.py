@@ -9,16 +9,17 @@ import weakref
 from typing import TYPE_CHECKING, Literal
 
 import attrs
+import torch
 
 from astrai_server.config import ConfigError, ServerSettings
 from astrai_triton.backend import current_backend
-from astrai_triton.cpu import ISAS, BuildError, CpuDecoder, build, is_built, why_not, why_not_build
+from astrai_triton.cpu import ISAS, BuildError, CpuDecoder, build, is_built, why_not_build, why_not_config
 from astrai_triton.cpu.isa import cpu_flags, list_isas
 from astrai_triton.errors import AstraiError
 
 if TYPE_CHECKING:
     from astrai_triton.engine import InferenceEngine
-    from astrai_triton.model import Decoder
+    from astrai_triton.model import Decoder, ModelConfig
 
 logger = logging.getLogger("astrai.server")
 
@@ -36,17 +37,20 @@ class KernelChoice:
     """Why never."""
 
 
-def choose_kernels(server: ServerSettings, decoder: Decoder) -> KernelChoice:
+def choose_kernels(
+    server: ServerSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig
+) -> KernelChoice:
     """Decide for a model, from the settings, the machine and what is built already. Builds nothing.
 
     Args:
         server: ``cpu_kernels``, ``quantize`` and ``trace_file`` count.
-        decoder: loaded or not.
+        device, dtype: where and in which type the model runs.
+        config: of the model.
 
     Raises:
         ConfigError: the settings want the kernels, and they cannot be had.
     """
-    reason = _why_never(server, decoder)
+    reason = _why_never(server, device, dtype, config)
     if reason is not None:
         if server.quantize != "none":
             raise ConfigError(f"server.quantize: wanted none here, got {server.quantize}; {reason}")
@@ -151,7 +155,11 @@ def _stop(cancelled: threading.Event, thread: threading.Thread) -> None:
         thread.join(STOP_S)
 
 
-def _why_never(server: ServerSettings, decoder: Decoder) -> str | None:
+def _why_never(
+    server: ServerSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig
+) -> str | None:
+    if device.type != "cpu":
+        return f"the CPU kernels need the model on the CPU, it is on {device}"
     if server.cpu_kernels is False:
         return "server.cpu_kernels is false"
     backend = current_backend()
@@ -159,4 +167,4 @@ def _why_never(server: ServerSettings, decoder: Decoder) -> str | None:
         return (
             f"the attention backend {backend.value} was chosen by name, and they have attention of their own"
         )
-    return why_not(decoder, quantize=server.quantize)
+    return why_not_config(config, dtype=dtype, quantize=server.quantize)

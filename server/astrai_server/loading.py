@@ -14,6 +14,7 @@ from astrai_server.capacity import MIB, PoolPlan, plan_pool
 from astrai_server.config import ConfigError, Settings
 from astrai_server.cpu import KernelBuild, choose_kernels, pack_model
 from astrai_server.device import Placement, free_bytes, place_model
+from astrai_server.packed import describe_packed, keep_packed, take_packed
 from astrai_triton import checkpoint
 from astrai_triton.backend import backend_reasons, current_backend
 from astrai_triton.checkpoint import Checkpoint
@@ -50,7 +51,8 @@ class LoadedModel:
 
 
 Missing = Literal["build", "background", "leave"]
-"""What becomes of CPU kernels that are not built yet: made first, made beside the running engine, or left."""
+"""What becomes of CPU kernels that are not built yet: they are built first and packed weights are kept; they
+are built beside the running engine; or they are left."""
 
 
 def load_model(settings: Settings, audience: Audience, *, missing: Missing = "leave") -> LoadedModel:
@@ -77,20 +79,7 @@ def load_model(settings: Settings, audience: Audience, *, missing: Missing = "le
     )
     # Before the weights: a broken tokenizer should not cost the wait.
     tokenizer = model_files.tokenizer
-    started = time.perf_counter()
-    decoder = _load_decoder(model_files, placement, audience)
-    choice = choose_kernels(settings.server, decoder)
-    audience.say(
-        f"weights  {model_files.num_tensors} tensors, {model_files.num_bytes / MIB:.0f} MiB loaded in "
-        f"{time.perf_counter() - started:.1f} s; {describe_placement(placement)}"
-    )
-    model: Decoder | CpuDecoder = decoder
-    if choice.when == "now" or (choice.when == "later" and missing == "build"):
-        model, line = pack_model(settings.server, decoder)
-        audience.say(f"kernels  {line}")
-    elif choice.when == "never" and placement.device.type == "cpu":
-        audience.say(f"kernels  torch: {choice.reason}")
-    awaits_kernels = choice.when == "later" and missing != "build"
+    model, awaits_kernels = _load_weights(settings, model_files, placement, audience, missing)
     return LoadedModel(model_files.name, model, tokenizer, placement, awaits_kernels)
 
 
@@ -215,6 +204,35 @@ def _load_decoder(model_files: Checkpoint, placement: Placement, audience: Audie
     decoder = Decoder(model_files.config, dtype=placement.dtype, device=placement.device)
     decoder.load_weights(model_files.tensors(audience.progress))
     return decoder
+
+
+def _load_weights(
+    settings: Settings, files: Checkpoint, placement: Placement, audience: Audience, missing: Missing
+) -> tuple[Decoder | CpuDecoder, bool]:
+    """The model, and whether CPU kernels would run it, were they built."""
+    server = settings.server
+    choice = choose_kernels(server, placement.device, placement.dtype, files.config)
+    is_packed = choice.when == "now" or (choice.when == "later" and missing == "build")
+    key = describe_packed(server, files, placement, audience.say) if is_packed else None
+    kept = None if key is None else take_packed(key, audience.say)
+    if kept is not None:
+        audience.say(f"kernels  CPU kernels for {kept.isa}; {describe_placement(placement)}")
+        return kept, False
+    started = time.perf_counter()
+    decoder = _load_decoder(files, placement, audience)
+    audience.say(
+        f"weights  {files.num_tensors} tensors, {files.num_bytes / MIB:.0f} MiB loaded in "
+        f"{time.perf_counter() - started:.1f} s; {describe_placement(placement)}"
+    )
+    if not is_packed:
+        if choice.when == "never" and placement.device.type == "cpu":
+            audience.say(f"kernels  torch: {choice.reason}")
+        return decoder, choice.when == "later"
+    model, line = pack_model(server, decoder)
+    audience.say(f"kernels  {line}")
+    if key is not None and missing == "build" and isinstance(model, CpuDecoder):
+        keep_packed(key, model, audience.say)
+    return model, False
 
 
 def _require_place_for_trace(trace_file: str | None) -> None:

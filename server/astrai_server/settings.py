@@ -66,11 +66,10 @@ class ServerSettings:
         "Run a model on the CPU through the C++ kernels built for this machine; null does where they can be "
         "built, after the first start in the background.",
     )
-    quantize: Literal["none", "int8"] = _option(
+    quantize: Literal["none", "int8", "int4"] = _option(
         "none",
-        Choice(values=("none", "int8")),
-        "Hold the weights of a model on the CPU in 8 bits: faster where memory is the limit, and a little "
-        "less exact; needs the CPU kernels.",
+        Choice(values=("none", "int8", "int4")),
+        "Hold the weights of a model on the CPU in 8 or 4 bits: faster, less exact; needs the CPU kernels.",
     )
     cuda_graphs: bool | None = _option(
         None,

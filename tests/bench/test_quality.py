@@ -10,9 +10,11 @@ from click.testing import CliRunner
 from torch import Tensor
 
 from astrai_bench.cli import bench
-from astrai_bench.divergence import Tally, compare_models
+from astrai_bench.divergence import PrefillDecode, Tally, compare_models
 from astrai_bench.errors import BenchError
 from astrai_bench.quality_text import cut_windows, load_manual, read_text
+from astrai_triton.cpu import why_not_build
+from random_models import random_decoder, small_config
 
 
 def table_model(table: Tensor) -> object:
@@ -71,6 +73,25 @@ def test_every_model_is_held_against_the_reference() -> None:
     assert found["other"]["top1_agreement"] < 1.0
 
 
+def test_half_of_a_window_is_a_prefill_and_the_rest_is_decoded_to_the_same_logits() -> None:
+    decoder = random_decoder(small_config(vocab_size=60))
+    counts: list[int] = []
+
+    class Counting:
+        config, dtype = decoder.config, decoder.dtype
+
+        def __call__(self, token_ids: Tensor, positions: Tensor, kv_cache: object) -> Tensor:
+            counts.append(len(token_ids))
+            return decoder(token_ids, positions, kv_cache)
+
+    ids = torch.tensor([[(7 * i) % 60 for i in range(9)]])
+    with torch.inference_mode():
+        wanted = decoder(ids, torch.arange(9)[None])
+    got = PrefillDecode(Counting())(ids, torch.arange(9)[None])
+    assert counts == [4, 1, 1, 1, 1, 1]
+    torch.testing.assert_close(got, wanted)
+
+
 def test_windows_are_spread_over_the_text() -> None:
     assert cut_windows(list(range(10)), 2, 3) == [[0, 1], [3, 4], [6, 7]]
     with pytest.raises(BenchError, match=r"wanted at most 10 tokens, .* got 3 windows of 4"):
@@ -106,6 +127,33 @@ def test_bfloat16_is_close_to_float32_and_the_last_line_is_json(tmp_path: Path) 
     # Eight bits of mantissa: the divergence is near 1e-3 nats; wrong weights would give nats.
     assert 0.0 < half["kl_mean"] < 1e-2
     assert half["perplexity"] == pytest.approx(full["perplexity"], rel=0.05)
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(why_not_build() is not None, reason=str(why_not_build()))
+def test_quantised_weights_are_rows_of_their_own_and_close_to_float32() -> None:
+    options = [
+        "--context",
+        "48",
+        "--windows",
+        "2",
+        "--threads",
+        "1",
+        "--quantize",
+        "int8",
+        "--quantize",
+        "int4",
+    ]
+    result = CliRunner().invoke(bench, ["quality", *options])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.output.splitlines()[-1])["rows"]
+    assert [row["quantize"] for row in rows] == ["none", "none", "int8", "int4"]
+    assert {row["dtype"] for row in rows[2:]} == {"bfloat16"}
+    full, *_, int8, int4 = rows
+    assert 0.0 < int8["kl_mean"] < 2e-2
+    # The model comes from four bits, in groups that int4 keeps.
+    assert 0.0 < int4["kl_mean"] < 2e-2
+    assert int8["perplexity"] == pytest.approx(full["perplexity"], rel=0.1)
 
 
 @pytest.mark.real_model

@@ -58,7 +58,7 @@ def test_a_storage_that_the_device_refuses_is_reported_with_its_cause(
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(CacheError, match=r"n_tokens=16 needs 128 bytes .* which cpu refused") as caught:
         KVStorage(16, 1, 1, 1)
     assert str(caught.value.__cause__) == "out of memory"

@@ -119,6 +119,9 @@ def test_a_build_that_nobody_wants_any_more_ends_with_all_it_started(home, tmp_p
     while not pid.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     worker = int(pid.read_text())
+    # Set once the compiler runs.
+    while os.getpriority(os.PRIO_PROCESS, worker) != 19 and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert os.getpriority(os.PRIO_PROCESS, worker) == 19
     cancelled.set()
     thread.join(60)

@@ -14,6 +14,7 @@ from astrai_triton.engine.sampling import SampleRow
 from astrai_triton.grammar import Grammar
 from drive import assert_nothing_held, build_engine, finish
 from fakes import ScriptedModel
+from sampling_paths import Path, all_paths
 
 KINDS = [
     {"temperature": 0.0},
@@ -24,8 +25,14 @@ KINDS = [
 ]
 
 
+@all_paths
 @pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[1:2], KINDS], ids=["greedy", "top-k", "mixed"])
-def test_a_plan_draws_the_bits_of_the_pipeline(kinds: list[dict[str, float]]) -> None:
+def test_a_plan_draws_the_bits_of_the_pipeline(kinds: list[dict[str, float]], path: Path) -> None:
+    with path():
+        check_plan(kinds)
+
+
+def check_plan(kinds: list[dict[str, float]]) -> None:
     rng = random.Random(5)
     params = [SamplingParams(**rng.choice(kinds)) for _ in range(12)]  # type: ignore[arg-type]
     seeds = [rng.randrange(2**64) for _ in params]

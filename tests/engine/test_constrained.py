@@ -27,6 +27,7 @@ from astrai_triton.errors import GrammarError, NonFiniteLogitsError
 from astrai_triton.grammar import Grammar
 from drive import assert_nothing_held, build_engine, finish
 from fakes import EOS, VOCAB, ByteDetokenizer, ScriptedModel
+from sampling_paths import Path, all_paths
 
 
 class FakeMatcher:
@@ -112,12 +113,17 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[SampleRow]]:
     return torch.from_numpy(logits), rows
 
 
+@all_paths
 @settings(deadline=None, max_examples=100)
-@given(batches())
+@given(batch=batches())
 def test_a_mask_is_the_suppression_of_all_else_and_touches_no_other_row(
-    batch: tuple[torch.Tensor, list[SampleRow]],
+    path: Path, batch: tuple[torch.Tensor, list[SampleRow]]
 ) -> None:
-    logits, rows = batch
+    with path():
+        check_masks(*batch)
+
+
+def check_masks(logits: torch.Tensor, rows: list[SampleRow]) -> None:
     before = logits.clone()
     sampled = SamplingPipeline()(logits, rows)
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
@@ -129,15 +135,17 @@ def test_a_mask_is_the_suppression_of_all_else_and_touches_no_other_row(
         assert got.token_id not in forbidden
 
 
+@all_paths
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 5}, {"top_p": 0.5}, {}])
 @pytest.mark.parametrize("poison", [math.nan, -math.nan, math.inf])
 def test_a_row_that_is_not_finite_ends_so_even_where_the_mask_would_hide_it(
-    poison: float, params: dict[str, Any]
+    poison: float, params: dict[str, Any], path: Path
 ) -> None:
     logits = torch.zeros(2, 100)
     logits[0, 50] = poison
     rows = [row_of([3, 4], **params), row_of([3], logprobs=True, **params)]
-    broken, healthy = SamplingPipeline()(logits, rows)
+    with path():
+        broken, healthy = SamplingPipeline()(logits, rows)
     assert broken == SampledToken(-1)
     assert healthy.token_id == 3
     assert healthy.logprob == pytest.approx(-math.log(100), abs=1e-6)

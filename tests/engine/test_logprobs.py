@@ -21,6 +21,7 @@ from astrai_triton.engine.sampling import SampledToken, SampleRow, SamplingPipel
 from astrai_triton.engine.stops import StopMatcher
 from astrai_triton.engine.task import Task
 from astrai_triton.tokenizer.detokenize import Detokenizer, whole_texts
+from sampling_paths import Path, all_paths
 
 GONE = -math.inf
 
@@ -47,15 +48,17 @@ def logit_rows(draw: st.DrawFn) -> torch.Tensor:
     return torch.from_numpy(logits)
 
 
+@all_paths
 @settings(deadline=None, max_examples=80)
-@given(logit_rows(), st.integers(0, 20), st.integers(0, 2**32))
+@given(logits=logit_rows(), num_top=st.integers(0, 20), seed=st.integers(0, 2**32))
 def test_scores_are_a_float64_log_softmax_and_its_first_places(
-    logits: torch.Tensor, num_top: int, seed: int
+    path: Path, logits: torch.Tensor, num_top: int, seed: int
 ) -> None:
     width = logits.shape[1]
     ids = torch.randint(width, (len(logits),), generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
-    scores = score_tokens(logits, ids, num_top)
+    with path():
+        scores = score_tokens(logits, ids, num_top)
     assert scores.shape == (len(logits), 1 + 2 * min(num_top, width))
     assert torch.equal(logits, before)
     for row, token_id, raw, expected in zip(
@@ -67,22 +70,26 @@ def test_scores_are_a_float64_log_softmax_and_its_first_places(
         assert [value for _, value in top] == pytest.approx([expected[place] for place, _ in top], abs=1e-6)
 
 
-def test_scores_of_a_row_do_not_depend_on_its_batch_or_on_how_many_others_are_wanted() -> None:
+@all_paths
+def test_scores_of_a_row_do_not_depend_on_its_batch_or_on_how_many_others_are_wanted(path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     # Logits of a bfloat16 model: many are equal.
     logits = (torch.randn(7, 49152, generator=generator) * 3).bfloat16().float()
     ids = torch.randint(49152, (7,), generator=generator)
-    together = score_tokens(logits, ids, 20)
-    for i in range(7):
-        assert torch.equal(score_tokens(logits[i : i + 1], ids[i : i + 1], 20)[0], together[i])
-        fewer = read_score(score_tokens(logits[i : i + 1], ids[i : i + 1], 5)[0].tolist(), 5)
-        assert fewer == read_score(together[i].tolist(), 5)
-    assert torch.equal(score_tokens(logits, ids)[:, 0], together[:, 0])
+    with path():
+        together = score_tokens(logits, ids, 20)
+        for i in range(7):
+            assert torch.equal(score_tokens(logits[i : i + 1], ids[i : i + 1], 20)[0], together[i])
+            fewer = read_score(score_tokens(logits[i : i + 1], ids[i : i + 1], 5)[0].tolist(), 5)
+            assert fewer == read_score(together[i].tolist(), 5)
+        assert torch.equal(score_tokens(logits, ids)[:, 0], together[:, 0])
 
 
-def test_scores_stay_finite_and_say_nan_only_where_logits_are_not_finite() -> None:
+@all_paths
+def test_scores_stay_finite_and_say_nan_only_where_logits_are_not_finite(path: Path) -> None:
     logits = torch.tensor([[3e38, -3e38, 0.0, GONE], [0.0, math.nan, 0, 0], [0, math.inf, 0, 0], [GONE] * 4])
-    scores = score_tokens(logits, torch.zeros(4, dtype=torch.int64), 4).tolist()
+    with path():
+        scores = score_tokens(logits, torch.zeros(4, dtype=torch.int64), 4).tolist()
     floor = LEAST_LOGPROB
     assert read_score(scores[0], 4) == (0.0, ((0, 0.0), (2, floor), (1, floor), (3, floor)))
     assert [math.isnan(row[0]) for row in scores] == [False, True, True, True]

@@ -20,6 +20,7 @@ from astrai_triton.engine.sampling import (
     TopKStrategy,
     sample,
 )
+from sampling_paths import Path, all_paths, sample_as_devices_do
 
 GONE = -math.inf
 # float32 scores and masses rounded to 2^-32 move a border by less than this; so does one step of the noise.
@@ -129,14 +130,16 @@ def batches(draw: st.DrawFn, num_rows: int = 8) -> tuple[torch.Tensor, list[Samp
     return torch.from_numpy(logits), [draw(sample_rows(width)) for _ in range(num)]
 
 
+@all_paths
 @settings(deadline=None, max_examples=70)
-@given(batches())
+@given(batch=batches())
 def test_every_row_of_a_mixed_batch_draws_what_a_plain_float64_sampler_draws(
-    batch: tuple[torch.Tensor, list[SampleRow]],
+    path: Path, batch: tuple[torch.Tensor, list[SampleRow]]
 ) -> None:
     logits, rows = batch
     before = logits.clone()
-    sampled = SamplingPipeline()(logits, rows)
+    with path():
+        sampled = SamplingPipeline()(logits, rows)
     for values, row, got in zip(before.tolist(), rows, sampled, strict=True):
         assert got.token_id in reference(values, row), row
         if got.token_id < 0 or not row.params.logprobs:
@@ -149,16 +152,21 @@ def test_every_row_of_a_mixed_batch_draws_what_a_plain_float64_sampler_draws(
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
 
 
+@all_paths
 @settings(deadline=None, max_examples=50)
-@given(batches())
-def test_a_row_alone_is_bit_for_bit_the_row_in_a_batch(batch: tuple[torch.Tensor, list[SampleRow]]) -> None:
+@given(batch=batches())
+def test_a_row_alone_is_bit_for_bit_the_row_in_a_batch(
+    path: Path, batch: tuple[torch.Tensor, list[SampleRow]]
+) -> None:
     logits, rows = batch
-    together = SamplingPipeline()(logits, rows)
-    alone = [SamplingPipeline()(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    with path():
+        together = SamplingPipeline()(logits, rows)
+        alone = [SamplingPipeline()(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
     assert together == alone
 
 
-def test_a_row_of_real_width_does_not_depend_on_its_batch() -> None:
+@all_paths
+def test_a_row_of_real_width_does_not_depend_on_its_batch(path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     # Logits of a bfloat16 model: many are equal.
     logits = (torch.randn(8, 49152, generator=generator) * 3).bfloat16().float()
@@ -175,8 +183,10 @@ def test_a_row_of_real_width_does_not_depend_on_its_batch() -> None:
             row_of(step, seed=i, logprobs=True, top_logprobs=i % 3 * 10, **mix[(i + step) % 8])
             for i in range(8)
         ]
-        together = SamplingPipeline()(logits, rows)
-        assert together == [SamplingPipeline()(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+        with path():
+            together = SamplingPipeline()(logits, rows)
+            alone = [SamplingPipeline()(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+        assert together == alone
 
 
 def chi_square(drawn: Sequence[int], shares: Sequence[float]) -> float:
@@ -346,7 +356,8 @@ def test_a_step_reads_the_device_once_whatever_the_mix(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
     for name in ("item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
-    SamplingPipeline()(logits, rows)
+    with sample_as_devices_do():
+        SamplingPipeline()(logits, rows)
     assert len(reads) == 1
 
 

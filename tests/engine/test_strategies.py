@@ -19,6 +19,7 @@ from astrai_triton.engine.sampling import (
     TopKStrategy,
     TopPStrategy,
 )
+from sampling_paths import Path, all_paths
 
 GONE = -math.inf
 # Around the borders of the block sizes, and wide enough that blocks are searched.
@@ -198,13 +199,15 @@ def test_a_parameter_out_of_range_names_itself(make: object, name: str) -> None:
         make()  # type: ignore[operator]
 
 
+@all_paths
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_grammar_keeps_the_tokens_of_its_bits_in_its_rows_alone(width: int) -> None:
+def test_a_grammar_keeps_the_tokens_of_its_bits_in_its_rows_alone(width: int, path: Path) -> None:
     logits = logits_with_ties(width, num_rows=4)
     rng = np.random.default_rng(width)
     bits = rng.integers(0, 2, (2, -(-width // 32) * 32), dtype=np.uint8)
     masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-    narrowed = GrammarStrategy(masks, [3, 1]).apply(logits)
+    with path():
+        narrowed = GrammarStrategy(masks, [3, 1]).apply(logits)
     assert torch.equal(narrowed[[0, 2]], logits[[0, 2]])
     for row, allowed in zip((3, 1), bits, strict=True):
         keep = torch.from_numpy(allowed[:width]).bool()

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from astrai_server import cpu
 from astrai_server.config import ConfigError, ServerSettings, Settings
-from astrai_server.cpu import KernelBuild, choose_kernels, pack_model, prefers_bfloat16
+from astrai_server.cpu import KernelBuild, KernelChoice, choose_kernels, pack_model, prefers_bfloat16
 from astrai_triton import ATTN_BACKEND, attn_backend
 from astrai_triton.cpu import CpuDecoder, why_not_build
 from astrai_triton.engine import InferenceEngine, SamplingParams
@@ -34,9 +35,13 @@ def possible(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A machine on which kernels can be had; ``built`` and ``reason`` may be changed."""
     machine: dict[str, Any] = {"built": False, "reason": None}
     monkeypatch.setattr(cpu, "is_built", lambda: machine["built"])
-    monkeypatch.setattr(cpu, "why_not", lambda model, quantize: machine["reason"])
+    monkeypatch.setattr(cpu, "why_not_config", lambda config, dtype, quantize: machine["reason"])
     monkeypatch.setattr(cpu, "why_not_build", lambda: machine["reason"])
     return machine
+
+
+def choose(server: ServerSettings, decoder: Decoder) -> KernelChoice:
+    return choose_kernels(server, decoder.device, decoder.dtype, decoder.config)
 
 
 def serve_on(decoder: Decoder, **sizes: Any) -> InferenceEngine:
@@ -45,35 +50,35 @@ def serve_on(decoder: Decoder, **sizes: Any) -> InferenceEngine:
 
 
 def test_kernels_that_are_built_are_used_at_once(decoder: Decoder, possible: dict[str, Any]) -> None:
-    assert choose_kernels(ServerSettings(), decoder).when == "later"
+    assert choose(ServerSettings(), decoder).when == "later"
     possible["built"] = True
-    assert choose_kernels(ServerSettings(), decoder).when == "now"
+    assert choose(ServerSettings(), decoder).when == "now"
 
 
 @pytest.mark.parametrize("fields", [{"cpu_kernels": True}, {"quantize": "int8"}, {"trace_file": "trace"}])
 def test_nothing_runs_without_kernels_first_that_is_said_to_have_them(
     decoder: Decoder, possible: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    assert choose_kernels(ServerSettings(**fields), decoder).when == "now"
+    assert choose(ServerSettings(**fields), decoder).when == "now"
 
 
 def test_kernels_that_cannot_be_had_are_named_with_the_reason(
     decoder: Decoder, possible: dict[str, Any]
 ) -> None:
     possible["reason"] = "no compiler"
-    choice = choose_kernels(ServerSettings(), decoder)
+    choice = choose(ServerSettings(), decoder)
     assert (choice.when, choice.reason) == ("never", "no compiler")
     with pytest.raises(
         ConfigError, match=r"server\.cpu_kernels: wanted null or false here, got true; no comp"
     ):
-        choose_kernels(ServerSettings(cpu_kernels=True), decoder)
+        choose(ServerSettings(cpu_kernels=True), decoder)
     with pytest.raises(ConfigError, match=r"server\.quantize: wanted none here, got int8; no compiler"):
-        choose_kernels(ServerSettings(quantize="int8"), decoder)
+        choose(ServerSettings(quantize="int8"), decoder)
 
 
 def test_kernels_that_are_switched_off_are_not_used(decoder: Decoder, possible: dict[str, Any]) -> None:
     possible["built"] = True
-    choice = choose_kernels(ServerSettings(cpu_kernels=False), decoder)
+    choice = choose(ServerSettings(cpu_kernels=False), decoder)
     assert (choice.when, choice.reason) == ("never", "server.cpu_kernels is false")
     assert not prefers_bfloat16(ServerSettings(cpu_kernels=False))
 
@@ -81,7 +86,7 @@ def test_kernels_that_are_switched_off_are_not_used(decoder: Decoder, possible: 
 def test_an_attention_backend_chosen_by_name_is_kept(decoder: Decoder, possible: dict[str, Any]) -> None:
     possible["built"] = True
     with attn_backend(ATTN_BACKEND.TORCH_NATIVE):
-        choice = choose_kernels(ServerSettings(), decoder)
+        choice = choose(ServerSettings(), decoder)
         assert not prefers_bfloat16(ServerSettings())
     assert choice.when == "never"
     assert "torch_native was chosen by name" in choice.reason
@@ -92,14 +97,29 @@ def test_eight_bits_without_kernels_contradict_each_other() -> None:
         Settings(server=ServerSettings(quantize="int8", cpu_kernels=False))
 
 
+def test_a_model_on_a_gpu_has_none(decoder: Decoder, possible: dict[str, Any]) -> None:
+    choice = choose_kernels(ServerSettings(), torch.device("cuda:0"), torch.bfloat16, decoder.config)
+    assert (choice.when, choice.reason) == (
+        "never",
+        "the CPU kernels need the model on the CPU, it is on cuda:0",
+    )
+    with pytest.raises(
+        ConfigError, match=r"server\.quantize: wanted none here, got int8; .* it is on cuda:0"
+    ):
+        choose_kernels(
+            ServerSettings(quantize="int8"), torch.device("cuda:0"), torch.bfloat16, decoder.config
+        )
+
+
 @needs_kernels
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 def test_a_model_is_packed_and_its_first_form_freed(decoder: Decoder, quantize: Any) -> None:
     model, line = pack_model(ServerSettings(quantize=quantize), decoder)
     assert isinstance(model, CpuDecoder)
     assert model.quantize == quantize
     assert line.startswith("CPU kernels for ")
-    assert ("weights as int8" in line) == (quantize == "int8")
+    assert ("weights as" in line) == (quantize != "none")
+    assert quantize == "none" or f"weights as {quantize}" in line
     assert all(parameter.numel() == 0 for parameter in decoder.layers.parameters())
 
 

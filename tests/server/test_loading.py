@@ -128,7 +128,7 @@ def test_kernels_that_are_missing_are_told_about(
     audience: Audience, monkeypatch: pytest.MonkeyPatch, missing: loading.Missing, line: str
 ) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(loading, "choose_kernels", lambda server, decoder: KernelChoice("later"))
+    monkeypatch.setattr(loading, "choose_kernels", lambda *_: KernelChoice("later"))
     monkeypatch.setattr(loading, "KernelBuild", lambda engine, decoder: begun.append((engine, decoder)))
     with loading.load_engine(make_settings(), audience, missing=missing) as engine:
         assert line in audience.lines[-1]
@@ -139,7 +139,7 @@ def test_kernels_that_are_missing_are_built_first_for_who_asks(
     audience: Audience, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = ScriptedModel()
-    monkeypatch.setattr(loading, "choose_kernels", lambda server, decoder: KernelChoice("later"))
+    monkeypatch.setattr(loading, "choose_kernels", lambda *_: KernelChoice("later"))
     monkeypatch.setattr(loading, "pack_model", lambda server, decoder: (packed, "packed"))
     with loading.load_engine(make_settings(), audience, missing="build") as engine:
         assert engine.model is packed

@@ -9,7 +9,7 @@ using astrai::Model;
 extern "C" {
 
 // Changes whenever a struct of shape.h does.
-int32_t astrai_abi() { return 1; }
+int32_t astrai_abi() { return 2; }
 
 int64_t astrai_struct_bytes(int32_t which) {
   constexpr int64_t kBytes[] = {sizeof(AstraiShape), sizeof(AstraiLayer), sizeof(AstraiStep)};
@@ -25,10 +25,11 @@ int32_t astrai_prepare() {
 #endif
 }
 
+// windows and ropes [n_layers], of each layer: keys a row sees, itself included, -1 is all; which table of cosines.
 // Null without memory.
-void* astrai_create(const AstraiShape* shape) {
+void* astrai_create(const AstraiShape* shape, const int64_t* windows, const int64_t* ropes) {
   try {
-    return new Model(*shape);
+    return new Model(*shape, windows, ropes);
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
@@ -55,7 +56,14 @@ int32_t astrai_pack_head(void* model, const void* embed, const void* lm_head, co
   }
 }
 
-int64_t astrai_num_bytes(const void* model) { return static_cast<const Model*>(model)->num_bytes(); }
+// The packed weights, all of them, and how many bytes they are. Models of one shape have them in the same places.
+void* astrai_weights(void* model, int64_t* bytes) {
+  Model& packed = *static_cast<Model*>(model);
+  *bytes = packed.weight_bytes();
+  return packed.weights();
+}
+
+int64_t astrai_num_bytes(const void* model) { return static_cast<const Model*>(model)->streamed_bytes(); }
 
 // 0; 1 when the step cannot run, 2 without memory: error [size] then says why, and nothing was written.
 int32_t astrai_forward(void* model, const AstraiStep* step, char* error, int64_t size) {

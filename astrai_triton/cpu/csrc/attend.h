@@ -3,7 +3,8 @@
 // Scores are base 2: the scale carries log2(e). The query heads that share a K/V head are rows of one problem, so
 // that keys are read once for all of them. What exists in which form:
 //
-//   one row of a request    attend_row: split by keys, 128 at a time, straight from the pool
+//   one row of a request    attend_row_amx.h in bfloat16 where there is AMX, attend_row.h else: split by keys, 128 at
+//                           a time, straight from the pool
 //   several rows            attend_rows_amx.h in bfloat16 where there is AMX, attend_rows else: blocks of rows
 //                           against packed blocks of 64 keys
 //

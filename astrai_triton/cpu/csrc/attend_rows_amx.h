@@ -62,6 +62,10 @@ struct AmxScratch {
   float* s;      // [rows][64]
 };
 
+// Pairs of keys side by side: element 2i of a result is d = i of the even key, 2i + 1 of the odd one.
+alignas(64) constexpr uint16_t kPairsLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+
 // The block of K and V that begins at key `first`; keys from `count` on and masked ones are zeros.
 inline void pack_keys(const AmxScratch& scratch, const Keys<bf16>& cache, int64_t first, int count, int64_t head_dim,
                       int32_t* slots) {
@@ -79,10 +83,7 @@ inline void pack_keys(const AmxScratch& scratch, const Keys<bf16>& cache, int64_
       for (int j = 0; j < 16; ++j) _mm512_store_si512(place + j * 32, line[j]);
     }
   }
-  // Pairs of keys side by side: element 2i of a result is d = i of the even key, 2i + 1 of the odd one.
-  alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low = _mm512_load_si512(kLow);
+  const __m512i low = _mm512_load_si512(kPairsLow);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   const int64_t tiles = head_dim / 16;
   for (int j = 0; j < kKeyBlock; j += 2) {

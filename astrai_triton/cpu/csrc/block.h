@@ -14,11 +14,14 @@ namespace astrai {
 // Registers: rows * 2 accumulators, two of weights. 12 rows of 32 with AVX-512, 6 of 16 elsewhere.
 constexpr int kMicroRows = kWidth == 16 ? 12 : 6;
 
-// `fresh` says that the block comes from memory: it is fetched so far ahead, beyond its end into the next one. A core
-// of a Xeon reads 14.0 GB/s without, 14.7 with 1 to 4 KiB, 13.4 with 16 KiB.
+// `fresh` says that the block comes from memory: it is fetched so far ahead, beyond its end into the next one. Two
+// cores of a Xeon read 23.0 GB/s without, 24.8 with 4 KiB into the first cache, 26.2 with 4 KiB into the second.
 constexpr int kPrefetchBytes = 4096;
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// Into the second cache: the first is full of activations.
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <int Max, class Fn>
 inline void with_rows(int rows, Fn&& fn) {

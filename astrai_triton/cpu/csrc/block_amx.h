@@ -53,7 +53,10 @@ struct AmxKernel {
   static void multiply(const bf16* a, int64_t lda, int rows, const uint8_t* block, int64_t depth, bool fresh,
                        float* tile) {
     settle_stores();
-    if (rows <= 16) {
+    if (rows == 1) {
+      // 16 times the one row: the other 15 would take their way through the first cache, and a tenth of the time.
+      multiply16(a, 0, block, depth, tile);
+    } else if (rows <= 16) {
       multiply16(a, lda, block, depth, tile);
     } else if (fresh) {
       multiply32<true>(a, lda, block, depth, tile);
@@ -65,7 +68,7 @@ struct AmxKernel {
  private:
   static void prefetch_step(const uint8_t* w) {
 #pragma GCC unroll 32
-    for (int line = 0; line < 32; ++line) prefetch(w + kPrefetchBytes + line * 64);
+    for (int line = 0; line < 32; ++line) prefetch_far(w + kPrefetchBytes + line * 64);
   }
 
   static void multiply16(const bf16* a, int64_t lda, const uint8_t* w, int64_t depth, float* tile) {

@@ -77,39 +77,72 @@ bool check_product(int rows, int64_t depth, const char* what) {
   return true;
 }
 
-// Products of numbers that quantisation keeps exactly: only the order of sums may differ.
+// A multiple of 1/8 that quantisation to Bits keeps: every group holds the ends of the range, which fixes its scale.
 template <int Bits>
+float draw_weight(Noise& noise, int64_t k) {
+  if (Bits == 8) return k % kGroup == 5 ? -127 * 0.125f : std::nearbyint(noise.next() * 126.0f) * 0.125f;
+  const int64_t member = k % kFineGroup;
+  const float q = member == 5 ? 0.0f : member == 9 ? 15.0f : std::nearbyint((noise.next() + 1.0f) * 7.5f);
+  return (q - 5.0f) * 0.125f;
+}
+
+// Products of numbers that quantisation keeps exactly: only the order of sums may differ.
+template <class Act, int Bits>
 bool check_quantised(int rows, const char* what) {
-  using Kernel = QuantKernel<float, Bits>;
+  using Kernel = QuantKernel<Act, Bits>;
   constexpr int64_t kDepth = 3 * kGroup;
-  constexpr int kTop = Bits == 8 ? 127 : 8;
   Noise noise;
-  // Every group holds the largest magnitude, which fixes its scale.
-  const auto draw = [&](int64_t k, int top, float unit) {
-    return k % kGroup == 5 ? -float(top) * unit : std::nearbyint(noise.next() * float(top - 1)) * unit;
-  };
-  std::vector<float> weights(size_t(kBlock * kDepth)), a(size_t(rows * kDepth));
-  for (size_t i = 0; i < weights.size(); ++i) weights[i] = draw(int64_t(i) % kDepth, kTop, 0.125f);
-  for (size_t i = 0; i < a.size(); ++i) a[i] = draw(int64_t(i) % kDepth, 127, 0.5f);
+  std::vector<float> weights(size_t(kBlock * kDepth));
+  for (size_t i = 0; i < weights.size(); ++i) weights[i] = draw_weight<Bits>(noise, int64_t(i) % kDepth);
   Lines<uint8_t> block(block_bytes(kDepth, Kernel::kWeights));
   const Matrix matrix = pack(block.data(), weights.data(), kF32, kDepth, Kernel::kWeights, {kBlock}, 1);
-  const int64_t stride = row_stride(quantised_bytes(kDepth), 1);
-  Lines<uint8_t> quantised(kTileRows * stride);
-  for (int r = 0; r < rows; ++r) Kernel::quantise(quantised.data() + r * stride, a.data() + r * kDepth, kDepth);
-  alignas(64) float tile[kTileRows * kBlock];
-  Kernel::enter();
-  Kernel::multiply(quantised.data(), stride, rows, matrix.block(0), kDepth, true, tile);
-  Kernel::leave();
+  const int64_t stride = row_stride(kDepth, sizeof(Act)), bytes = row_stride(Kernel::row_bytes(kDepth), 1);
+  Lines<Act> a(kTileRows * stride);
+  Lines<uint8_t> quantised(kTileRows * bytes);
   for (int r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < kBlock; ++c) {
+    Act* row = a.data() + r * stride;
+    for (int64_t k = 0; k < kDepth; ++k) {
+      put(row + k, k % kGroup == 5 ? 63.5f : std::nearbyint(noise.next() * 126.0f) * 0.5f);
+    }
+    Kernel::quantise(quantised.data() + r * bytes, row, kDepth);
+  }
+  const auto is_right = [&](const float* tile) {
+    for (int i = 0; i < rows * kBlock; ++i) {
       double wanted = 0;
       for (int64_t k = 0; k < kDepth; ++k) {
-        wanted += double(a[size_t(r * kDepth + k)]) * weights[size_t(c * kDepth + k)];
+        wanted += double(widen(a.data()[i / kBlock * stride + k])) * weights[size_t(i % kBlock * kDepth + k)];
       }
-      if (!is_near(tile[r * kBlock + c], wanted, 1e-5 * (1.0 + std::fabs(wanted)) * kTop, what)) return false;
+      if (!is_near(tile[i], wanted, 1e-5 * (1.0 + std::fabs(wanted)) * 127, what)) return false;
     }
+    return true;
+  };
+  alignas(64) float tile[kTileRows * kBlock];
+  Kernel::enter();
+  Kernel::multiply(quantised.data(), bytes, rows, matrix.block(0), kDepth, true, tile);
+  bool good = is_right(tile);
+  if constexpr (Kernel::kWidens) {
+    Lines<uint8_t> wide(block_bytes(kDepth, kWeightsBf16));
+    Kernel::widen_block(wide.data(), matrix.block(0), kDepth);
+    Bf16Kernel::multiply(a.data(), stride, rows, wide.data(), kDepth, true, tile);
+    good = good && is_right(tile);
   }
-  return true;
+  Kernel::leave();
+  return good;
+}
+
+// Attention of one row by the kernel that a forward of this type takes.
+template <class T>
+void attend_one(float* parts, const float* q, const Keys<T>& cache, const Scoring& scoring, int64_t lo, int64_t hi,
+                int64_t group, int64_t head_dim) {
+#if defined(__AMX_BF16__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    AmxKernel::enter();
+    attend_split_amx(parts, q, cache, scoring, lo, hi, group, head_dim);
+    AmxKernel::leave();
+    return;
+  }
+#endif
+  attend_split(parts, q, cache, scoring, lo, hi, group, head_dim);
 }
 
 // Attention by the kernel that a forward of this type takes for several rows.
@@ -139,7 +172,8 @@ bool check_attention(int64_t head_dim, int64_t keys, int64_t count, double toler
   constexpr int64_t kGroup = 2;
   Noise noise;
   std::vector<int32_t> slots(size_t(keys) + 16);
-  for (int64_t i = 0; i < keys; ++i) slots[size_t(i)] = int32_t(keys - 1 - i);
+  // In order up to the last dozen, and that backwards.
+  for (int64_t i = 0; i < keys; ++i) slots[size_t(i)] = int32_t(i < keys - 12 ? i : 2 * keys - 13 - i);
   slots[size_t(keys - 3)] = -1;
   Lines<T> k(keys * head_dim), v(keys * head_dim);
   Lines<float> q(count * kGroup * head_dim);
@@ -154,7 +188,7 @@ bool check_attention(int64_t head_dim, int64_t keys, int64_t count, double toler
   Lines<float> out(count * kGroup * head_dim), parts(kGroup * part_stride(head_dim));
   const int64_t stride = kGroup * head_dim, position = keys - count;
   if (count == 1 && head_dim % 16 == 0) {
-    attend_split(parts.data(), q.data(), cache, scoring, keys - kWindow, keys, kGroup, head_dim);
+    attend_one(parts.data(), q.data(), cache, scoring, keys - kWindow, keys, kGroup, head_dim);
     for (int64_t h = 0; h < kGroup; ++h) {
       merge_splits(out.data() + h * head_dim, parts.data() + h * part_stride(head_dim), 1, 0, scoring, h, head_dim);
     }
@@ -197,6 +231,45 @@ bool check_functions() {
 extern "C" {
 
 int32_t astrai_prepare();
+void astrai_weigh(const float*, int64_t, float, float, float*);
+void astrai_sum_mass(const float*, int64_t, float, float, double*);
+int64_t astrai_find_large(const float*, int64_t, float, int64_t*);
+}
+
+namespace astrai {
+
+namespace {
+
+bool check_sampling() {
+  constexpr int64_t kCount = 256 + 37;
+  constexpr float kTop = 2.0f, kScale = 3.0f, kBound = 0.5f;
+  Noise noise;
+  Lines<float> logits(kCount), mass(kCount);
+  Lines<double> sums(2);
+  Lines<int64_t> ids(kCount);
+  for (int64_t i = 0; i < kCount; ++i) logits.data()[i] = i % 7 == 3 ? -INFINITY : 2.0f * noise.next();
+  astrai_weigh(logits.data(), kCount, kTop, kScale, mass.data());
+  astrai_sum_mass(logits.data(), kCount, kTop, kScale, sums.data());
+  const int64_t num_large = astrai_find_large(logits.data(), kCount, kBound, ids.data());
+  double wanted_sums[2] = {};
+  int64_t num_wanted = 0;
+  for (int64_t i = 0; i < kCount; ++i) {
+    const double wanted = std::exp((double(logits.data()[i]) - kTop) * kScale) * 4294967296.0;
+    if (!is_near(mass.data()[i], wanted, 2e-6 * wanted + 0.5, "mass")) return false;
+    wanted_sums[i / 256] += mass.data()[i];
+    if (logits.data()[i] < kBound) continue;
+    if (!is_near(double(ids.data()[num_wanted++]), double(i), 0, "large logit")) return false;
+  }
+  return is_near(double(num_large), double(num_wanted), 0, "large logits") &&
+         is_near(sums.data()[0], wanted_sums[0], 0, "sum of masses") &&
+         is_near(sums.data()[1], wanted_sums[1], 0, "sum of masses of a part");
+}
+
+}  // namespace
+
+}  // namespace astrai
+
+extern "C" {
 
 // 0 when every kernel of this build gives what it should on this CPU; says on stderr what does not.
 int32_t astrai_check() {
@@ -205,12 +278,12 @@ int32_t astrai_check() {
     std::fprintf(stderr, "the system refuses the tiles of AMX\n");
     return 1;
   }
-  bool good = check_functions();
+  bool good = check_functions() && check_sampling();
   for (int rows : {1, 7, 17, 32}) {
     good = good && check_product<F32Kernel>(rows, 75, "float32 product");
     good = good && check_product<Bf16Kernel>(rows, 75, "bfloat16 product");
-    good = good && check_quantised<8>(rows, "int8 product");
-    good = good && check_quantised<4>(rows, "int4 product");
+    good = good && check_quantised<float, 8>(rows, "int8 product") && check_quantised<bf16, 8>(rows, "int8 product");
+    good = good && check_quantised<float, 4>(rows, "int4 product") && check_quantised<bf16, 4>(rows, "int4 product");
   }
   for (int64_t count : {1, 48}) {
     // Keys, and with them the result, are the same in both; only q and weights are rounded.

@@ -1,79 +1,27 @@
 #include "forward.h"
 
-#include <ctime>
-
+#include "blocks.h"
+#include "clock.h"
 #include "kernels.h"
 #include "plan.h"
+#include "row_runs.h"
 #include "rows.h"
-
-// CLOCK_THREAD_CPUTIME_ID tells phases of one thread apart on a machine that others use too.
-#ifndef ASTRAI_CLOCK
-#define ASTRAI_CLOCK CLOCK_MONOTONIC
-#endif
+#include "scratch.h"
 
 namespace astrai {
 
 namespace {
 
-// Rows of activations in scratch, `stride` elements apart.
-template <class T>
-struct Rows {
-  T* data;
-  int64_t stride;
-
-  T* row(int64_t i) const { return data + i * stride; }
-};
-
-// Scratch of a forward, cut from one arena. Rows are padded to whole tiles; padding of columns is zero for good.
-template <class Act>
-struct Scratch {
-  Rows<float> residual, qkv, out;
-  Rows<Act> hidden, attended, inner;
-  Rows<uint8_t> quantised;
-  float* parts;
-  uint8_t* threads;
-  int64_t thread_bytes;
-};
-
-// Hands out an arena piece by piece; without one it only counts.
-struct Cutter {
-  uint8_t* base;
-  int64_t used = 0;
-
-  template <class T>
-  T* take(int64_t count) {
-    T* piece = reinterpret_cast<T*>(base + used);
-    used += round_up(count * int64_t(sizeof(T)), 128);
-    return piece;
-  }
-  template <class T>
-  Rows<T> take_rows(int64_t rows, int64_t stride) {
-    return {take<T>(rows * stride), stride};
-  }
-};
-
-// Adds the time since the last lap to a phase; without a place to add to it does nothing.
-class Clock {
- public:
-  explicit Clock(double* seconds) : seconds_(seconds) { lap(kNumPhases); }
-
-  void lap(Phase phase) {
-    if (!seconds_) return;
-    timespec time;
-    clock_gettime(ASTRAI_CLOCK, &time);
-    const double now = double(time.tv_sec) + double(time.tv_nsec) * 1e-9;
-    if (phase != kNumPhases) seconds_[phase] += now - last_;
-    last_ = now;
-  }
-
- private:
-  double* seconds_;
-  double last_ = 0;
-};
+template <class Kernel>
+constexpr bool widens() {
+  if constexpr (Kernel::kQuantises) return Kernel::kWidens;
+  return false;
+}
 
 template <class Kernel, class T>
 class Forward {
   using Act = typename Kernel::Act;
+  static constexpr bool kWidens = widens<Kernel>();
 
  public:
   Forward(Model& model, const AstraiStep& step)
@@ -81,7 +29,8 @@ class Forward {
         step_(step),
         shape_(model.shape),
         dims_(model.dims),
-        plan_(step, model.dims.group, model.shape.head_dim % 16 == 0) {
+        plan_(step, model.dims.group, model.shape.head_dim % 16 == 0),
+        runs_(step) {
     const int64_t rows = std::max(step.num_rows, step.num_logits);
     if (rows > model.scratch_rows || measure(model.scratch_rows) > model.scratch.bytes()) {
       const int64_t capacity = std::max(model.scratch_rows, round_up(rows + rows / 4, kTileRows));
@@ -127,17 +76,21 @@ class Forward {
     s_.attended = cutter.take_rows<Act>(rows, act_stride(dims_.q_dim));
     s_.inner = cutter.take_rows<Act>(rows, act_stride(round_up(shape_.inner, kHalf)));
     if constexpr (Kernel::kQuantises) {
-      const int64_t deepest = std::max({shape_.hidden, dims_.q_dim, round_up(shape_.inner, kHalf)});
-      const int64_t bytes = quantised_bytes(padded_depth(deepest, shape_.weights));
-      s_.quantised = cutter.take_rows<uint8_t>(rows, row_stride(bytes, 1));
+      s_.quantised = cutter.take_rows<uint8_t>(rows, row_stride(Kernel::row_bytes(deepest_row()), 1));
     }
     s_.parts = cutter.take<float>(plan_.num_parts * shape_.n_q_heads * part_stride(shape_.head_dim));
     int64_t bytes = attend_rows_floats(shape_.head_dim) * 4;
 #if defined(__AMX_BF16__)
     bytes = std::max(bytes, attend_rows_amx_bytes(shape_.head_dim));
 #endif
+    if constexpr (kWidens) bytes = std::max(bytes, deepest_row() * kBlock * 2);
     s_.thread_bytes = round_up(bytes, 4096) + 128;
     s_.threads = cutter.take<uint8_t>(s_.thread_bytes * shape_.threads);
+  }
+
+  // K of the deepest matrix, padded.
+  int64_t deepest_row() const {
+    return padded_depth(std::max({shape_.hidden, dims_.q_dim, round_up(shape_.inner, kHalf)}), shape_.weights);
   }
 
   void run_phases(Worker& worker) {
@@ -173,18 +126,8 @@ class Forward {
       norm_row(s_.hidden.row(r), s_.residual.row(step_.logits_rows[r]), model_.norm.data(), dims_.residual_stride,
                shape_.hidden, shape_.norm_eps);
     });
-    linear(worker, model_.head, s_.hidden, step_.num_logits,
-           [&](const float* tile, int64_t row, int count, int64_t block) { keep_logits(tile, row, count, block); });
+    multiply_head(worker);
     clock.lap(kHead);
-  }
-
-  // Many rows go by eight, so that taking them costs nothing beside them.
-  template <class Fn>
-  static void for_rows(Worker& worker, int64_t count, Fn&& fn) {
-    const int64_t some = count < 64 ? 1 : 8;
-    worker.for_each((count + some - 1) / some, [&](int64_t item) {
-      for (int64_t i = item * some; i < std::min(count, (item + 1) * some); ++i) fn(i);
-    });
   }
 
   // rows = a * matrix, in tiles of 32 x 32; `use` gets each of them, with its first row, row count and block.
@@ -193,34 +136,76 @@ class Forward {
   // memory once; fewer where there are more threads than work.
   template <class Use>
   void linear(Worker& worker, const Matrix& matrix, const Rows<Act>& a, int64_t rows, Use&& use) {
-    if constexpr (Kernel::kQuantises) {
-      for_rows(worker, rows, [&](int64_t t) { Kernel::quantise(s_.quantised.row(t), a.row(t), matrix.depth); });
-      multiply(worker, matrix, s_.quantised, rows, use);
+    if constexpr (!Kernel::kQuantises) {
+      multiply<Kernel>(worker, matrix, a, rows, use);
+    } else if (kWidens && runs_.any(false)) {
+      multiply_runs(worker, matrix, a, rows, use);
     } else {
-      multiply(worker, matrix, a, rows, use);
+      multiply_quantised<Kernel>(worker, matrix, a, rows, use);
     }
   }
 
-  template <class Operand, class Use>
-  void multiply(Worker& worker, const Matrix& matrix, const Rows<Operand>& a, int64_t rows, Use&& use) {
-    constexpr int64_t kCacheBytes = 1280 << 10;
-    const int64_t blocks = matrix.num_blocks(), row_bytes = a.stride * int64_t(sizeof(Operand));
-    int64_t some = std::max<int64_t>(kTileRows, kCacheBytes / row_bytes / kTileRows * kTileRows);
-    const auto count_parts = [&] { return (rows + some - 1) / some; };
-    while (some > 2 * kTileRows && count_parts() * blocks < 8 * worker.num_threads()) {
-      some = round_up(some / 2, kTileRows);
+  void multiply_head(Worker& worker) {
+    const auto use = [&](const float* tile, int64_t row, int count, int64_t block) {
+      keep_logits(tile, row, count, block);
+    };
+    if constexpr (Kernel::kQuantises) {
+      multiply_quantised<typename Kernel::Head>(worker, model_.head, s_.hidden, step_.num_logits, use);
+    } else {
+      multiply<Kernel>(worker, model_.head, s_.hidden, step_.num_logits, use);
     }
-    worker.for_each(count_parts() * blocks, [&](int64_t item) {
+  }
+
+  template <class K, class Use>
+  void multiply_quantised(Worker& worker, const Matrix& matrix, const Rows<Act>& a, int64_t rows, Use&& use) {
+    for_rows(worker, rows, [&](int64_t t) { K::quantise(s_.quantised.row(t), a.row(t), matrix.depth); });
+    multiply<K>(worker, matrix, s_.quantised, rows, use);
+  }
+
+  template <class K, class Operand, class Use>
+  void multiply(Worker& worker, const Matrix& matrix, const Rows<Operand>& a, int64_t rows, Use&& use) {
+    const int64_t row_bytes = a.stride * int64_t(sizeof(Operand));
+    for_blocks(worker, matrix, rows, row_bytes, kTileRows, [&](int64_t first, int64_t last, int64_t block) {
       alignas(64) float tile[kTileRows * kBlock];
-      const int64_t first = item / blocks * some, block = item % blocks;
-      const int64_t last = std::min(rows, first + some);
       for (int64_t row = first; row < last; row += kTileRows) {
         const int count = int(std::min<int64_t>(kTileRows, last - row));
-        Kernel::multiply(a.row(row), a.stride, count, matrix.block(block), matrix.depth, row == first,
-                         tile);
+        K::multiply(a.row(row), a.stride, count, matrix.block(block), matrix.depth, row == first, tile);
         use(tile, row, count, block);
       }
     });
+  }
+
+  // Rows that decode multiply as ever; those of a prefill are not quantised, their weights are widened instead. That
+  // takes some 300 cycles for what 32 rows multiply in 128, so that it wants some hundred rows to be worth it.
+  template <class Use>
+  void multiply_runs(Worker& worker, const Matrix& matrix, const Rows<Act>& a, int64_t rows, Use&& use) {
+    if constexpr (kWidens) {
+      if (runs_.any(true)) {
+        for_rows(worker, rows, [&](int64_t t) {
+          if (runs_.find(t).decodes) Kernel::quantise(s_.quantised.row(t), a.row(t), matrix.depth);
+        });
+      }
+      const int64_t row_bytes = a.stride * int64_t(sizeof(Act));
+      for_blocks(worker, matrix, rows, row_bytes, 256, [&](int64_t first, int64_t last, int64_t block) {
+        alignas(64) float tile[kTileRows * kBlock];
+        uint8_t* wide = s_.threads + worker.id() * s_.thread_bytes;
+        bool is_wide = false;
+        for (int64_t row = first; row < last;) {
+          const RowRuns::Run& run = runs_.find(row);
+          const int count = int(std::min<int64_t>({kTileRows, last - row, run.end - row}));
+          if (run.decodes) {
+            Kernel::multiply(s_.quantised.row(row), s_.quantised.stride, count, matrix.block(block), matrix.depth,
+                             row == first, tile);
+          } else {
+            if (!is_wide) Kernel::widen_block(wide, matrix.block(block), matrix.depth);
+            is_wide = true;
+            Bf16Kernel::multiply(a.row(row), a.stride, count, wide, matrix.depth, false, tile);
+          }
+          use(tile, row, count, block);
+          row += count;
+        }
+      });
+    }
   }
 
   static vf with_bias(const float* tile, const float* bias, int64_t column) {
@@ -238,7 +223,7 @@ class Forward {
   }
 
   // residual += a * matrix, normed first if there is a gain.
-  void add_linear(Worker& worker, const Matrix& matrix, const Rows<Act>& a, const std::vector<float>& gain) {
+  void add_linear(Worker& worker, const Matrix& matrix, const Rows<Act>& a, const Floats& gain) {
     if (gain.empty()) {
       linear(worker, matrix, a, step_.num_rows, [&](const float* tile, int64_t row, int count, int64_t block) {
         for (int r = 0; r < count; ++r) {
@@ -285,7 +270,7 @@ class Forward {
     }
   }
 
-  void norm_rows(Worker& worker, const std::vector<float>& gain) {
+  void norm_rows(Worker& worker, const Floats& gain) {
     for_rows(worker, step_.num_rows, [&](int64_t t) {
       norm_row(s_.hidden.row(t), s_.residual.row(t), gain.data(), dims_.residual_stride, shape_.hidden,
                shape_.norm_eps);
@@ -332,13 +317,26 @@ class Forward {
       const int64_t lo = std::max(piece.split * kSplitKeys, scoring.first_key(piece.position));
       const int64_t hi = std::min((piece.split + 1) * kSplitKeys, piece.position + 1);
       float* parts = s_.parts + (piece.part + piece.split) * split_stride + head * part_stride(dim);
-      attend_split(parts, q, keys, scoring, std::min(lo, hi), hi, group, dim);
+      attend_keys(parts, q, keys, scoring, std::min(lo, hi), hi);
       if (piece.num_splits == 1) merge(piece, scoring, head, group);
     });
     if (plan_.split_rows.empty()) return;
     worker.for_each(int64_t(plan_.split_rows.size()), [&](int64_t i) {
       merge(plan_.pieces[size_t(plan_.split_rows[size_t(i)])], scoring, 0, shape_.n_q_heads);
     });
+  }
+
+  // What a decoding row makes of its keys [lo, hi).
+  void attend_keys(float* parts, const float* q, const Keys<T>& keys, const Scoring& scoring, int64_t lo,
+                   int64_t hi) const {
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (shape_.head_dim % 32 == 0) {
+        return attend_split_amx(parts, q, keys, scoring, lo, hi, dims_.group, shape_.head_dim);
+      }
+    }
+#endif
+    attend_split(parts, q, keys, scoring, lo, hi, dims_.group, shape_.head_dim);
   }
 
   void merge(const AttendPiece& piece, const Scoring& scoring, int64_t head, int64_t count) {
@@ -371,6 +369,7 @@ class Forward {
   const AstraiShape& shape_;
   const Dims& dims_;
   const AttendPlan plan_;
+  const RowRuns runs_;
   Scratch<Act> s_;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attend_row.h"
+#include "attend_row_amx.h"
 #include "attend_rows_amx.h"
 #include "block.h"
 #include "block_amx.h"

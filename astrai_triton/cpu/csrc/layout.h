@@ -6,7 +6,7 @@
 //   float32  32 values of K, [32 k][32 columns]                           4 KiB
 //   bfloat16 32 values of K, [2 halves][16 pairs of k][16 columns][2]     2 KiB, a half is one AMX tile
 //   int8     64 values of K, [2 halves][16 quads of k][16 columns][4]     2 KiB, then [32] bfloat16 scales
-//   int4     64 values of K, the same quads in half the bytes             1 KiB, then [32] bfloat16 scales
+//   int4     64 values of K, the same quads in half the bytes             1 KiB, then [2 groups][2][32] float16
 //
 // One line of 64 bytes is then 16 columns of one pair (quad) of k, which is what VDPBF16PS and VPDPBUSD take.
 // Columns and K are padded with zeros; rows of activations are padded with zeros alike.
@@ -20,9 +20,10 @@ namespace astrai {
 constexpr int kBlock = 32;        // columns of a block
 constexpr int kHalf = 16;         // columns of half a block
 constexpr int kTileRows = 32;     // rows of activations that a kernel takes at once
-constexpr int kGroup = 64;        // values of K that share a scale when quantised
+constexpr int kGroup = 64;        // values of K in a step of quantised weights; those of int8 share a scale
+constexpr int kFineGroup = 32;    // values of K that share a scale and a minimum in int4
 constexpr int64_t kQuantStep8 = kGroup * kBlock + kBlock * 2;
-constexpr int64_t kQuantStep4 = kGroup * kBlock / 2 + kBlock * 2;
+constexpr int64_t kQuantStep4 = kGroup * kBlock / 2 + kGroup / kFineGroup * kBlock * 4;
 
 // A packed matrix.
 struct Matrix {
@@ -46,6 +47,9 @@ inline int64_t row_stride(int64_t depth, int64_t item) {
 inline int64_t padded_depth(int64_t depth, int32_t weights) {
   return round_up(depth, weights >= kWeightsInt8 ? kGroup : 32);
 }
+// The LM head chooses tokens, and would lose most of all matrices by four bits.
+inline int32_t head_weights(int32_t weights) { return weights == kWeightsInt4 ? kWeightsInt8 : weights; }
+
 inline int64_t block_bytes(int64_t depth, int32_t weights) {
   switch (weights) {
     case kWeightsF32: return depth * kBlock * 4;

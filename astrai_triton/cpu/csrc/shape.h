@@ -5,10 +5,21 @@
 
 extern "C" {
 
-// Of the weights of linear layers. The LM head has the same.
+// Of the weights of linear layers. The LM head has the same, with int4 it has int8.
 enum AstraiWeights : int32_t { kWeightsF32 = 0, kWeightsBf16 = 1, kWeightsInt8 = 2, kWeightsInt4 = 3 };
 enum AstraiDtype : int32_t { kF32 = 0, kBf16 = 1 };
 enum AstraiActivation : int32_t { kSilu = 0, kGeluTanh = 1 };
+
+// What not every model has; bits of AstraiShape::has.
+enum AstraiHas : int32_t {
+  kHasQkvBias = 1,
+  kHasOutBias = 2,
+  kHasMlpBias = 4,
+  kHasPostNorms = 8,
+  kHasQkGain = 16,
+  kHasSinks = 32,
+  kHasHead = 64,  // an LM head of its own, not the embedding
+};
 
 struct AstraiShape {
   int64_t n_layers, hidden, inner, n_q_heads, n_kv_heads, head_dim, rotary_dim, vocab, n_ropes;
@@ -17,18 +28,17 @@ struct AstraiShape {
   int32_t activation;  // AstraiActivation
   int32_t adjacent;    // rotary pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
   int32_t threads;
+  int32_t has;         // AstraiHas, added up
   float norm_eps, embed_scale, softmax_scale, attn_softcap, logit_softcap;
 };
 
-// Of one layer. Matrices are [out, in] row-major in `dtype`, all else float32; null is absent.
+// Of one layer. Matrices are [out, in] row-major in `dtype`, all else float32; null where the shape has none.
 struct AstraiLayer {
   const void *qkv, *o, *gate_up, *down;
   const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
   const float *attn_norm, *post_attn_norm, *mlp_norm, *post_mlp_norm;
   const float* qk_gain;  // [n_q_heads + n_kv_heads, head_dim]
   const float* sinks;    // [n_q_heads]
-  int64_t window;        // keys a row sees, itself included; -1 is all
-  int64_t rope;          // which table
 };
 
 // One forward. T rows, B requests, R rows of logits. All index tensors are contiguous.

@@ -77,6 +77,34 @@ inline void store(bf16* p, vf v) {
 inline void put(float* p, float x) { *p = x; }
 inline void put(bf16* p, float x) { *p = narrow(x); }
 
+// float16, as bits. Its exponents are those of float32 less 112; a product moves them, subnormals included.
+inline float widen_half(uint16_t x) {
+  const uint32_t bits = uint32_t(x & 0x7fff) << 13;
+  float f;
+  std::memcpy(&f, &bits, sizeof f);
+  return (x & 0x8000 ? -f : f) * 0x1p112f;
+}
+// To nearest even; what is too large becomes the largest.
+inline uint16_t narrow_half(float x) {
+  const float size = std::fabs(x) < 65504.0f ? std::fabs(x) * 0x1p-112f : 65504.0f * 0x1p-112f;
+  uint32_t bits;
+  std::memcpy(&bits, &size, sizeof bits);
+  return uint16_t((bits + 0xfff + ((bits >> 13) & 1)) >> 13 | (x < 0 ? 0x8000 : 0));
+}
+inline vf load_halves(const uint16_t* p) {
+#ifdef ASTRAI_AVX512
+  __m256i halves;
+  std::memcpy(&halves, p, sizeof halves);
+  return (vf)_mm512_cvtph_ps(halves);
+#else
+  vh halves;
+  std::memcpy(&halves, p, sizeof halves);
+  const vu bits = __builtin_convertvector(halves, vu);
+  const vf size = (vf)((bits & 0x7fff) << 13) * 0x1p112f;
+  return (vf)((vu)size | ((bits & 0x8000) << 16));
+#endif
+}
+
 inline vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 inline vf maximum(vf a, vf b) { return choose(a > b, a, b); }
 
