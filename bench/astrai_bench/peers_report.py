@@ -206,27 +206,30 @@ def _format_cell(figure: Figure | None) -> str:
     if figure.ours_better is None:
         return value
     middle, low, high = (f"{ratio:.2f}" for ratio in figure.ours_better)
-    return f"{value} ({middle}×, {low}–{high})"
+    # Of one round there is no spread.
+    return f"{value} ({middle}×)" if low == high else f"{value} ({middle}×, {low}–{high})"
 
 
 def format_section(document: Mapping[str, Any], rows: Sequence[PeerRow]) -> str:
     """The README's part: what was measured, where and when, the table."""
     sizes = document["sizes"]
     machine = document["machine"]
-    versions = dict.fromkeys(
-        f"{package} {version}" for row in rows for package, version in row.versions.items()
-    )
+    versions = {row.peer: row.versions for row in rows if row.versions}
+    told = [
+        f"{peer}: {', '.join(f'{package} {version}' for package, version in packages.items())}"
+        for peer, packages in versions.items()
+    ]
     return "\n".join(
         [
             f"The values of {document['model']}; {machine['name']}, {document['threads']} threads, "
             f"{document['date'][:10]}; rounds: {document['rounds']}, each engine after ours. Prompts of "
             f"{sizes['prompt']} tokens, answers of {sizes['answer']}, greedy. In brackets: how many times "
-            "better ours was in the same round, least and most; variants of 8 and 4 bits are compared with "
-            "our int8, the others with our bf16.",
+            "better ours was in the same round, of several rounds also least and most; variants of 8 and 4 bits "
+            "are compared with our int8, the others with our bf16; `source` is the file as it was fetched.",
             "",
             format_table(rows, sizes),
             "",
-            f"Versions: {', '.join(versions)}.",
+            f"Versions: {'; '.join(told)}.",
         ]
     )
 

@@ -114,6 +114,8 @@ def _load(url: str, sizes: Sizes) -> dict[str, Any]:
     if not last.startswith("{"):
         raise ServerError(f"the load failed: {' '.join(run.stderr.split())[-300:]}")
     document = dict(json.loads(last))
+    # Some servers call a model by its path, which is nobody's business.
+    document["load"]["model"] = Path(document["load"]["model"]).name
     requests = document["requests"]
     if requests["failed"]:
         raise ServerError(

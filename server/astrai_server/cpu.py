@@ -15,6 +15,7 @@ from astrai_server.config import ConfigError, ServerSettings
 from astrai_triton.backend import current_backend
 from astrai_triton.cpu import ISAS, BuildError, CpuDecoder, build, is_built, why_not_build, why_not_config
 from astrai_triton.cpu.isa import cpu_flags, list_isas
+from astrai_triton.cpu.rows import find_row_kernels
 from astrai_triton.errors import AstraiError
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class KernelBuild:
             build(cancelled=self._cancelled)
             if self._cancelled.is_set():
                 return
+            # Rows were sampled without them so far.
+            find_row_kernels.cache_clear()
             # A copy: steps use the other one until they are told.
             model = CpuDecoder(decoder)
             running = engine()

@@ -16,7 +16,8 @@ from astrai_server import cpu
 from astrai_server.config import ConfigError, ServerSettings, Settings
 from astrai_server.cpu import KernelBuild, KernelChoice, choose_kernels, pack_model, prefers_bfloat16
 from astrai_triton import ATTN_BACKEND, attn_backend
-from astrai_triton.cpu import CpuDecoder, why_not_build
+from astrai_triton.cpu import CpuDecoder, rows, why_not_build
+from astrai_triton.cpu.rows import find_row_kernels
 from astrai_triton.engine import InferenceEngine, SamplingParams
 from astrai_triton.model import Decoder
 from fakes import ByteTokenizer
@@ -149,17 +150,23 @@ def test_a_compiler_that_fails_leaves_torch_unless_kernels_were_asked_for(decode
 
 @needs_kernels
 def test_an_engine_answers_before_its_kernels_are_built_and_goes_on_with_them(
-    decoder: Decoder, caplog: pytest.LogCaptureFixture
+    decoder: Decoder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with serve_on(decoder) as engine:
         expected = engine.generate("a prompt", params=params)
+    # As it is where they were not built when the first row was sampled.
+    monkeypatch.setattr(rows, "is_built", lambda: False)
+    find_row_kernels.cache_clear()
+    assert find_row_kernels() is None
+    monkeypatch.undo()
     with serve_on(decoder) as engine, caplog.at_level("INFO", logger="astrai.server"):
         handle = engine.submit(list(b"a prompt"), params)
         build = KernelBuild(engine, decoder)
         assert "".join(event.text for event in handle.iter_events()) == expected
         assert build.wait(120)
         assert isinstance(engine.model, CpuDecoder)
+        assert find_row_kernels() is not None
         assert engine.generate("a prompt", params=params) == expected
     assert "steps run in the CPU kernels from now on" in caplog.text
 
