@@ -224,8 +224,9 @@ def format_section(document: Mapping[str, Any], rows: Sequence[PeerRow]) -> str:
             f"The values of {document['model']}; {machine['name']}, {document['threads']} threads, "
             f"{document['date'][:10]}; rounds: {document['rounds']}, each engine after ours. Prompts of "
             f"{sizes['prompt']} tokens, answers of {sizes['answer']}, greedy. In brackets: how many times "
-            "better ours was in the same round, of several rounds also least and most; variants of 8 and 4 bits "
-            "are compared with our int8, the others with our bf16; `source` is the file as it was fetched.",
+            "better ours was in the same round, of several rounds also least and most; variants of 8 and 4 "
+            "bits are compared with our int8, the others with our bf16; `source` is the file as it was "
+            "fetched.",
             "",
             format_table(rows, sizes),
             "",
