@@ -98,7 +98,7 @@ def test_info_shows_versions_hardware_and_every_attention_backend(tmp_path: Path
     assert sys.version.split()[0] in rows["Python"]
     assert str(tmp_path / "home") in rows["cache"]
     assert "OpenMP" in rows["OpenMP"]
-    assert rows["allocator"].endswith("the C library's")
+    assert "the C library's (LD_PRELOAD of tcmalloc" in rows["allocator"]
     assert "built" in rows["CPU"] or "available" in rows["CPU"]
     assert rows["torch_native"].endswith("available")
     for name in ("triton", "cuda", "flash"):
