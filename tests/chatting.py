@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +11,7 @@ import attrs
 from aiohttp import web
 from click.testing import CliRunner, Result
 
+from app_thread import serve_app
 from astrai_server.cli import main
 
 CLEAN = dict.fromkeys(("ASTRAI_API_KEY", "OPENAI_API_KEY", "FORCE_COLOR", "HTTP_PROXY", "http_proxy"))
@@ -77,29 +76,10 @@ class OddServer:
 def odd_server(*replies: Reply, models: Reply | None = None) -> Iterator[OddServer]:
     listed = Reply((b'{"data": [{"id": "odd"}]}',), type="application/json")
     server = OddServer(list(replies), models or listed)
-    loop, stop, started = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
-
-    async def run() -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", server.answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        started.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
-    thread.start()
-    assert started.wait(10)
-    try:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    with serve_app(app) as server.url:
         yield server
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
-        assert not thread.is_alive()
-        loop.close()
 
 
 def frame(content: str = "", **fields: Any) -> bytes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import attrs
 from aiohttp import web
+
+from app_thread import serve_app
 
 
 @attrs.define(kw_only=True)
@@ -144,24 +145,5 @@ def serve_forever(port: int) -> None:
 @contextmanager
 def serve_script(script: Script) -> Iterator[str]:
     """The server in a thread of its own; yields its URL."""
-    loop = asyncio.new_event_loop()
-    stop, started = asyncio.Event(), threading.Event()
-    ports: list[int] = []
-
-    async def run() -> None:
-        runner = web.AppRunner(_build_app(script))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        ports.append(runner.addresses[0][1])
-        started.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield f"http://127.0.0.1:{ports[0]}"
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+    with serve_app(_build_app(script)) as url:
+        yield url

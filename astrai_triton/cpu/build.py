@@ -236,4 +236,4 @@ def _hold(path: Path) -> Iterator[None]:
 
 
 def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - seconds of silence would look like a hang

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from astrai_triton.cpu import BuildError, build, is_built, why_not_build
-
-needs_compiler = pytest.mark.skipif(why_not_build() is not None, reason=str(why_not_build()))
+from cpu_kernels import needs_kernels
 
 ASK = "from astrai_triton.cpu import build; build('plain')"
 
@@ -54,7 +53,7 @@ def test_what_the_compiler_says_is_passed_on(home, tmp_path, monkeypatch):
     assert not list(home.glob("*.so"))
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize(
     ("check", "message"),
     [("return 1;", "failed their check"), ("__builtin_trap();", "failed their check")],
@@ -77,7 +76,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         build("plain")
 
 
-@needs_compiler
+@needs_kernels
 def test_of_two_processes_that_ask_at_once_one_builds(home):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     asking = [
@@ -91,14 +90,14 @@ def test_of_two_processes_that_ask_at_once_one_builds(home):
     assert not [path for path in home.iterdir() if path.is_dir()]
 
 
-@needs_compiler
+@needs_kernels
 def test_a_build_is_known_to_be_there_only_once_it_is(home):
     assert not is_built("plain")
     build("plain")
     assert is_built("plain")
 
 
-@needs_compiler
+@needs_kernels
 def test_a_build_that_nobody_wants_any_more_ends_with_all_it_started(home, tmp_path, monkeypatch, capfd):
     pid = tmp_path / "pid"
     # A compiler leaves the work to another process.

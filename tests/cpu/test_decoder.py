@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from astrai_triton.backend import ATTN_BACKEND, attn_backend
-from astrai_triton.cpu import ISAS, CpuDecoder, why_not, why_not_build
+from astrai_triton.cpu import CpuDecoder, why_not
 from astrai_triton.cpu.isa import list_isas
 from astrai_triton.errors import BackendError, UnsupportedCallError
 from astrai_triton.model import Decoder, LayerConfig
+from cpu_kernels import ALL_ISAS, needs_kernels
 from random_models import ROPE, VARIANTS, random_decoder, relative_error, small_config
 
-pytestmark = pytest.mark.skipif(why_not_build() is not None, reason=str(why_not_build()))
+pytestmark = needs_kernels
 
 SHAPES = {
     "tiny": {},
@@ -26,11 +27,6 @@ SHAPES = {
 SEQUENCES = [[(7 * i + j) % 50 for j in range(length)] for i, length in enumerate((25, 4, 8, 22))]
 CHUNKS = (9, 8, 1, 5, 1, 1)
 """Prefill and decode, alone and mixed, as sequences end at different steps."""
-
-
-def available(isa):
-    reason = why_not_build(isa)
-    return pytest.param(isa, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
 
 
 def run_chunks(session):
@@ -53,7 +49,7 @@ def widened(decoder):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("isa", [available(isa) for isa in ISAS])
+@pytest.mark.parametrize("isa", ALL_ISAS)
 def test_float32_logits_are_those_of_the_decoder(isa, variant, shape, open_session):
     pairing = "adjacent" if len(variant) % 2 else "half"
     decoder = random_decoder(small_config(**{**VARIANTS[variant], **SHAPES[shape]}, pairing=pairing))
@@ -64,7 +60,7 @@ def test_float32_logits_are_those_of_the_decoder(isa, variant, shape, open_sessi
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("isa", [available(isa) for isa in ISAS])
+@pytest.mark.parametrize("isa", ALL_ISAS)
 def test_bfloat16_logits_are_as_near_to_float32_as_those_of_the_decoder(isa, variant, shape, open_session):
     config = small_config(**{**VARIANTS[variant], **SHAPES[shape]})
     decoder = random_decoder(config, dtype=torch.bfloat16)
@@ -76,7 +72,7 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_the_decoder(isa, var
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("isa", [available(isa) for isa in ISAS])
+@pytest.mark.parametrize("isa", ALL_ISAS)
 def test_long_contexts_windows_and_sinks_over_many_splits(isa, dtype, open_session):
     layers = (LayerConfig(rope=ROPE, window=150), LayerConfig(rope=ROPE))
     config = small_config(layers=layers, sinks=True, head_dim=32, attn_softcap=4.0, max_seq_len=512)
@@ -104,7 +100,7 @@ def decoder_of(dtype, head_dim=32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("isa", [available(isa) for isa in ISAS])
+@pytest.mark.parametrize("isa", ALL_ISAS)
 def test_a_decoding_row_has_the_same_bits_in_any_company(isa, dtype, open_session):
     model = CpuDecoder(decoder_of(dtype), isa=isa)
     sequences = [[(11 * i + 3 * j) % 50 for j in range(5 + 7 * (i % 30))] for i in range(64)]

@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from astrai_triton.cpu import ISAS, CpuDecoder, why_not_build
+from astrai_triton.cpu import CpuDecoder
+from cpu_kernels import ALL_ISAS, needs_kernels
 from random_models import VARIANTS, random_decoder, small_config
 
-pytestmark = pytest.mark.skipif(why_not_build() is not None, reason=str(why_not_build()))
+pytestmark = needs_kernels
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 90}
 SEQUENCES = [[(7 * i + j) % 50 for j in range(length)] for i, length in enumerate((40, 3, 11))]
-
-
-def available(isa):
-    reason = why_not_build(isa)
-    return pytest.param(isa, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
 
 
 def run(session):
@@ -46,7 +42,7 @@ def test_logits_stay_near_those_of_the_model(dtype, variant, quantize, bound, op
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("isa", [available(isa) for isa in ISAS])
+@pytest.mark.parametrize("isa", ALL_ISAS)
 def test_instruction_sets_agree(isa, quantize, open_session):
     decoder = random_decoder(small_config(**WIDE))
     plain, got = (
@@ -66,7 +62,7 @@ def model_of(dtype, quantize, isa):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("isa", [available(isa) for isa in ISAS])
+@pytest.mark.parametrize("isa", ALL_ISAS)
 def test_a_decoding_row_has_the_same_bits_in_any_company(isa, quantize, dtype, open_session):
     model = model_of(dtype, quantize, isa)
 
@@ -90,7 +86,7 @@ def test_a_decoding_row_has_the_same_bits_in_any_company(isa, quantize, dtype, o
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("isa", [available(isa) for isa in ISAS])
+@pytest.mark.parametrize("isa", ALL_ISAS)
 def test_a_prefill_has_the_same_bits_in_any_company(isa, quantize, dtype, open_session):
     model = model_of(dtype, quantize, isa)
     alone = open_session(model, COMPANY).step({30: len(COMPANY[30])})

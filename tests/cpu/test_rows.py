@@ -5,18 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from astrai_triton.cpu import ISAS, build, why_not_build
+from astrai_triton.cpu import build
 from astrai_triton.cpu.rows import MASS_BLOCK, NUMPY, RowKernels, RowOps
+from cpu_kernels import ALL_ISAS
 
 WIDTHS = [1, 3, 4, 7, 8, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 1000, 49152]
 
 
-def available(isa):
-    reason = why_not_build(isa)
-    return pytest.param(isa, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
-
-
-@pytest.fixture(params=["numpy", *(available(isa) for isa in ISAS)])
+@pytest.fixture(params=["numpy", *ALL_ISAS])
 def ops(request: pytest.FixtureRequest) -> RowOps:
     return NUMPY if request.param == "numpy" else RowKernels(build(request.param))
 

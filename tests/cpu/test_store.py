@@ -19,13 +19,13 @@ from astrai_triton.cpu import (
     describe,
     packed,
     store,
-    why_not_build,
     why_not_config,
 )
 from astrai_triton.errors import BackendError
+from cpu_kernels import needs_kernels
 from random_models import VARIANTS, random_decoder, small_config
 
-pytestmark = pytest.mark.skipif(why_not_build() is not None, reason=str(why_not_build()))
+pytestmark = needs_kernels
 
 MIB = 1 << 20
 SEQUENCES = [[(7 * i + j) % 50 for j in range(length)] for i, length in enumerate((12, 5))]
@@ -230,7 +230,7 @@ def test_savers_and_loaders_at_once_disturb_nobody(kept, source):
         try:
             for _ in range(10):
                 action()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
             errors.append(error)
 
     def load():

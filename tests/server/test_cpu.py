@@ -16,14 +16,13 @@ from astrai_server import cpu
 from astrai_server.config import ConfigError, ServerSettings, Settings
 from astrai_server.cpu import KernelBuild, KernelChoice, choose_kernels, pack_model, prefers_bfloat16
 from astrai_triton import ATTN_BACKEND, attn_backend
-from astrai_triton.cpu import CpuDecoder, rows, why_not_build
+from astrai_triton.cpu import CpuDecoder, rows
 from astrai_triton.cpu.rows import find_row_kernels
 from astrai_triton.engine import InferenceEngine, SamplingParams
 from astrai_triton.model import Decoder
+from cpu_kernels import needs_kernels
 from fakes import ByteTokenizer
 from random_models import random_decoder, small_config
-
-needs_kernels = pytest.mark.skipif(why_not_build() is not None, reason=str(why_not_build()))
 
 
 @pytest.fixture

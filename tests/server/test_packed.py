@@ -12,12 +12,13 @@ import pytest
 from astrai_server import loading
 from astrai_server.config import ServerSettings, Settings
 from astrai_triton.checkpoint import resolve as resolve_model
-from astrai_triton.cpu import CpuDecoder, why_not_build
+from astrai_triton.cpu import CpuDecoder
 from astrai_triton.cpu.build import cache_root
+from cpu_kernels import needs_kernels
 
 pytestmark = [
     pytest.mark.real_model,
-    pytest.mark.skipif(why_not_build() is not None, reason=str(why_not_build())),
+    needs_kernels,
 ]
 
 
