@@ -215,7 +215,7 @@ class CpuDecoder:
         num_bytes = ctypes.c_int64()
         address = self._library.astrai_weights(self._model, ctypes.byref(num_bytes))
         array = (ctypes.c_uint8 * num_bytes.value).from_address(address)
-        # Keeps the memory alive as long as the view. Arrays of ctypes take attributes; their stubs do not say so.
+        # Keeps the memory alive as long as the view. Arrays of ctypes take attributes; stubs do not say so.
         array.owner = self  # type: ignore[attr-defined]
         return memoryview(array).cast("B")
 

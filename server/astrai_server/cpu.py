@@ -77,16 +77,13 @@ def pack_model(server: ServerSettings, decoder: Decoder) -> tuple[Decoder | CpuD
     try:
         model = CpuDecoder(decoder, quantize=server.quantize, release=True)
     except BuildError as error:
-        if server.cpu_kernels or server.quantize != "none":
-            raise ConfigError(
-                f"server.{'quantize' if server.quantize != 'none' else 'cpu_kernels'}: {error}"
-            ) from error
+        if server.quantize != "none":
+            raise ConfigError(f"server.quantize: {error}") from error
+        if server.cpu_kernels:
+            raise ConfigError(f"server.cpu_kernels: {error}") from error
         return decoder, f"torch: {error}"
     held = "" if server.quantize == "none" else f", weights as {server.quantize}"
-    return (
-        model,
-        f"CPU kernels for {list_isas(cpu_flags())[0]}{held}, packed in {time.perf_counter() - started:.1f} s",
-    )
+    return model, f"CPU kernels for {model.isa}{held}, packed in {time.perf_counter() - started:.1f} s"
 
 
 def prefers_bfloat16(server: ServerSettings) -> bool:
