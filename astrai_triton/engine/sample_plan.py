@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from astrai_triton.engine.host import draw_on_host, is_on_host, make_cuts
+from astrai_triton.engine.host import Cuts, draw_on_host, is_on_host, make_cuts
 from astrai_triton.engine.noise import uniform_array
 from astrai_triton.engine.params import SamplingParams
 from astrai_triton.engine.sampling import Route, build_edits, build_steps, choose_route, draw_largest
@@ -32,12 +32,16 @@ class SamplePlan:
         self._num_rows = len(params)
         self._edits = build_edits(params, None, None)
         self._seeds = np.array([seed & (2**64 - 1) for seed in seeds], dtype=np.uint64)
-        self._cuts = [make_cuts(p, vocab_size) for p in params] if is_on_host(device) else None
+        self._cuts: list[Cuts] | None = None
+        self._groups: list[_Group] = []
+        if is_on_host(device):
+            self._cuts = [make_cuts(row_params, vocab_size) for row_params in params]
+            return
         members: dict[Route, list[int]] = {}
         for row_idx, row_params in enumerate(params):
             members.setdefault(choose_route(row_params, vocab_size), []).append(row_idx)
         self._groups = [
-            _Group(route, rows, [params[i] for i in rows], [seeds[i] for i in rows], device)
+            _Group(route, rows, [params[i] for i in rows], self._seeds[rows], device)
             for route, rows in members.items()
         ]
 
@@ -77,13 +81,13 @@ class _Group:
         route: Route,
         rows: Sequence[int],
         params: Sequence[SamplingParams],
-        seeds: Sequence[int],
+        seeds: npt.NDArray[np.uint64],
         device: torch.device,
     ) -> None:
         self.rows = np.array(rows, dtype=np.intp)
         self.index = torch.tensor(rows, device=device)
         self._pipeline = None if route is Route.LARGEST else build_steps(route, params)
-        self._seeds = np.array([seed & (2**64 - 1) for seed in seeds], dtype=np.uint64)
+        self._seeds = seeds
 
     def draw(self, logits: Tensor, positions: npt.NDArray[np.intp]) -> Tensor:
         if self._pipeline is None:
