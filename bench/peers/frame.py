@@ -119,6 +119,7 @@ def _run_outside(peer: Peer, arguments: argparse.Namespace) -> dict[str, Any]:
 def _prepare_weights(home: Path) -> dict[str, Any]:
     ready = home / "weights" / "ready.json"
     if not ready.exists():
+        home.mkdir(parents=True, exist_ok=True)
         script = Path(__file__).with_name("weights.py")
         Environment(Path(sys.prefix), home / "weights.log").run(sys.executable, script, "--home", home)
     return dict(json.loads(ready.read_text(encoding="utf-8")))

@@ -339,3 +339,20 @@ def test_a_directory_without_scripts_is_refused(tmp_path: Path) -> None:
 def test_a_result_is_named_by_machine_and_day() -> None:
     name = name_result("Intel(R) Xeon(R) Processor, AVX512", "2026-11-30T10:00:00+00:00")
     assert name == "peers-intel-r-xeon-r-processor-avx512-2026-11-30.json"
+
+
+def test_weights_are_made_in_a_home_that_is_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PEERS))
+    import frame
+
+    home = tmp_path / "new" / "home"
+
+    def run(environment: Any, *command: Any) -> None:
+        environment.log.write_text("a log beside what is made")
+        (home / "weights").mkdir()
+        (home / "weights" / "ready.json").write_text('{"files": {}}')
+
+    monkeypatch.setattr(frame.Environment, "run", run)
+    assert frame._prepare_weights(home) == {"files": {}}
